@@ -5,8 +5,9 @@
 A process for each GPU, which hides the others. Some own the experts of a few layers in blocks, as
 FSDP2 shards fused experts; the readers map them and copy their part by the project's kernel, a
 bucket for each layer. `in order` takes the copies in the order of the experts, so that all readers
-want the same GPU's memory at a time; `mixed` is the project's order (`copy_kernel.mixed`). The
-slowest reader counts. After the last read the bytes are compared with the owners'.
+want the same GPU's memory at a time; `mixed` is the project's order
+(`copy_kernel.interleaved_order`). The slowest reader counts. After the last read the bytes are
+compared with the owners'.
 """
 
 from __future__ import annotations

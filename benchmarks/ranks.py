@@ -23,8 +23,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sglang_loader.common.copies import synchronize_device
 from support.trainer import Ranks, TrainerRank
-from verl_sglang_sync.bench.arms import BUCKET_BYTES, NativeManager, notes_of, synchronize
+from verl_sglang_sync.bench.arms import BUCKET_BYTES, NativeManager, notes_of
 from verl_sglang_sync.bench.engine_server import engine_server, wait_until_healthy
 from verl_sglang_sync.bench.model_shapes import MODELS
 from verl_sglang_sync.bench.results_file import medians
@@ -153,10 +154,10 @@ def _measure_arm(step: Step, device: torch.device, warm_ups: int, runs: int) -> 
         if i == warm_ups and device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         dist.barrier()
-        synchronize(device)
+        synchronize_device(device)
         started = time.perf_counter()
         notes = step()
-        synchronize(device)
+        synchronize_device(device)
         seconds = {"sync": time.perf_counter() - started}
         notes.pop("close", lambda: None)()
         print(f"step {i}: {seconds['sync']:.4f} s", flush=True)

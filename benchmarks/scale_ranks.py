@@ -164,7 +164,7 @@ class EngineRank:
             live_in=nothing,
             writes=nothing,
             left_out=(),
-            remade=frozenset(),
+            recomputed=frozenset(),
             host_reads=(),
         )
         arranged = arrange(plan)

@@ -29,7 +29,7 @@ import torch
 
 from benchmarks.arm import Seconds, Setting, measure_arm, run_arms
 from benchmarks.arrival import engine_checksums
-from verl_sglang_sync.bench.arms import synchronize
+from sglang_loader.common.copies import synchronize_device
 from verl_sglang_sync.bench.engine_server import wait_until_healthy
 
 NATIVE = "verl_nccl"
@@ -284,7 +284,7 @@ def _trainer_class() -> type[Any]:
             from verl.checkpoint_engine import CheckpointEngineRegistry
 
             self._engine = None
-            synchronize(self._device)
+            synchronize_device(self._device)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             if backend is not None:
@@ -294,10 +294,10 @@ def _trainer_class() -> type[Any]:
 
         @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
         async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> Any:
-            synchronize(self._device)
+            synchronize_device(self._device)
             started = time.perf_counter()
             metrics = await self._engine.send_weights(self._model.reexport(), global_steps)
-            synchronize(self._device)
+            synchronize_device(self._device)
             self._seconds = time.perf_counter() - started
             return metrics or {}
 
@@ -312,7 +312,7 @@ def _trainer_class() -> type[Any]:
             from benchmarks.arrival import advance
 
             advance(self._model.shards())
-            synchronize(self._device)
+            synchronize_device(self._device)
 
         def checksums(self) -> dict[str, int]:
             from benchmarks.arrival import checksums

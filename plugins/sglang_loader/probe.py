@@ -9,16 +9,16 @@ import traceback
 import msgspec
 
 HOOKS = "sglang_loader.hooks."
-"""How the names of the modules begin that our hooks are in."""
+"""Prefix of the modules that have our hooks."""
 
 
 class SGLangFacts(msgspec.Struct, frozen=True, kw_only=True):
     """State of a process that has loaded SGLang's plugins.
 
     Attributes:
-        policy: SGLang's `SGLANG_PLUGINS`; empty for all.
-        load_errors: what SGLang logged about plugins or hooks that failed, with tracebacks.
-        hooks: by hooked method: is the hook in place?
+        policy: value of `SGLANG_PLUGINS`; empty: SGLang loads all plugins.
+        load_errors: errors that SGLang logged about our plugin or hooks, with tracebacks.
+        hooks: by hooked method, whether the hook is in place.
     """
 
     policy: str

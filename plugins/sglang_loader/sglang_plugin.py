@@ -23,7 +23,7 @@ def activate() -> None:
     """Register the hooks; SGLang applies them once all plugins are loaded.
 
     Raises:
-        Exception: whatever went wrong, after logging it: a plugin that is not there must be loud.
+        Exception: whatever went wrong, after logging it.
     """
     try:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType

@@ -1,9 +1,8 @@
-"""What we take from SGLang's internals, and all that differs between its releases: 0.5.14, 0.5.17
-and 0.5.23 are tested. What is there decides, not the version's number.
+"""All of SGLang's internals that we use, and all differences between its releases: 0.5.14, 0.5.17
+and 0.5.23 are tested. The code looks for what a release has, not at its version number.
 
-Its messages, its weight updates, facts about an engine's process. The hooks themselves are
-registered in `sglang_plugin`. What a load plan depends on, besides names and shapes, is
-`engine_context`.
+These are its messages, its weight updates, and facts about an engine's process. The hooks are
+registered in `sglang_plugin`.
 """
 
 from __future__ import annotations
@@ -25,28 +24,27 @@ from sglang_loader.common.session.messages import SESSION_FORMAT
 
 
 def io_struct() -> Any:
-    """SGLang's messages between its processes, and the replies to them."""
+    """SGLang's module of the messages between its processes, and of the replies to them."""
     from sglang.srt.managers import io_struct
 
     return io_struct
 
 
-def handle_of(entry: Any) -> bytes:
-    """One TP rank's entry of an update request: base64 in 0.5.14, later what was encoded."""
+def entry_bytes(entry: Any) -> bytes:
+    """The bytes in one TP rank's entry of an update request, which is base64 in 0.5.14."""
     return base64.b64decode(entry) if isinstance(entry, str) else bytes(entry)
 
 
-def tell(reply: Any, **facts: Any) -> Any:
-    """The reply, with facts that it has no field for: JSON in its `rid`, which has a meaning only
-    in requests that generate and in the answers to these. `told` reads them in the process that
-    serves HTTP.
+def with_facts(reply: Any, **facts: Any) -> Any:
+    """The reply, with facts that it has no field for. They travel as JSON in its `rid`, which only
+    generation requests use, to the process that serves HTTP, where `facts_of` reads them.
     """
-    reply.rid = json.dumps({**told(reply), **facts})
+    reply.rid = json.dumps({**facts_of(reply), **facts})
     return reply
 
 
-def told(reply: Any) -> dict[str, Any]:
-    """What `tell` added to a reply; empty for SGLang's own."""
+def facts_of(reply: Any) -> dict[str, Any]:
+    """The facts that `with_facts` added to a reply; empty for SGLang's own."""
     facts: dict[str, Any] = json.loads(getattr(reply, "rid", None) or "{}")
     return facts
 
@@ -73,11 +71,11 @@ class SpeculationUnknown(RuntimeError):
 
 
 def runners_of(updater: Any, *, syncs_draft: bool) -> list[Any]:
-    """The model runners that a sync loads, as SGLang's own update would: drafts, then the target.
-    Without `syncs_draft` a draft model keeps its weights.
+    """The model runners that a sync loads, as SGLang's own update would: drafts, then the target;
+    without `syncs_draft` only the target.
 
     Raises:
-        SpeculationUnknown: the worker may have others.
+        SpeculationUnknown: the draft worker is of a kind whose model runners are not known here.
     """
     target, worker = updater.tp_worker.model_runner, updater.draft_worker
     if worker is None or not syncs_draft:
@@ -108,11 +106,11 @@ def _is_eagle(worker: Any) -> bool:
 
 
 class UpdateFrame:
-    """SGLang's own steps around an update, from 0.5.21 on; before, there are none.
+    """SGLang's `begin_weight_update` and `end_weight_update`, from 0.5.21 on; nothing before.
 
-    Layers that keep their weights packed restore them before a load and pack them after it. Plans
-    are traced, checked and replayed between the two. While it `is_open` not both steps are done, so
-    that the weights may be of neither form.
+    Layers that keep their weights packed unpack them at the beginning and pack them at the end.
+    Load plans are traced, checked and replayed in between. `is_open`: the update has begun and not
+    ended, so that weights may be in either form.
     """
 
     def __init__(self, updater: Any, runners: Sequence[Any]) -> None:
@@ -123,8 +121,10 @@ class UpdateFrame:
         self.is_open = False
 
     def begin(self) -> None:
-        """Before a load; RuntimeError is raised, and nothing has changed, where SGLang cannot
-        update weights as it was launched.
+        """To be called before a load.
+
+        Raises:
+            RuntimeError: SGLang cannot update weights as it was launched; nothing has changed.
         """
         for each in self._updaters:
             _check_updatable(each)
@@ -134,7 +134,7 @@ class UpdateFrame:
                 each.begin_weight_update()
 
     def end(self) -> None:
-        """After a load, complete or not."""
+        """To be called after a load, complete or not."""
         if self._is_callers:
             session = self._updater._session
             self._updater._session = msgspec.structs.replace(session, loaded_weights=True)
@@ -158,15 +158,15 @@ def _check_updatable(updater: Any) -> None:
 
 
 def record_version(updater: Any, request: Any) -> None:
-    """From 0.5.20 on a scheduler notes the version of the weights that made each token."""
+    """From 0.5.20 on the scheduler records the weight version of each generated token."""
     if hasattr(updater, "record_weight_version_after_update"):
         updater.record_weight_version_after_update(request.weight_version)
 
 
 @contextmanager
 def in_an_update(updater: Any, request: Any) -> Iterator[None]:
-    """From 0.5.21 on SGLang's own update is refused outside of what this opens, and verl 0.9.1
-    does not open it.
+    """From 0.5.21 on SGLang's own update is refused outside of `begin_weight_update`, which verl
+    0.9.1 does not call.
     """
     if getattr(updater, "_session", updater) is not None:  # there is none, or it is open
         yield
@@ -180,14 +180,14 @@ def in_an_update(updater: Any, request: Any) -> Iterator[None]:
 
 
 def is_idle(updater: Any) -> bool:
-    """True if this rank's engine computes nothing; what waits in a pause does not (from 0.5.21)."""
+    """True if this rank's engine runs no request; from 0.5.21 on, paused ones do not count."""
     if "ignore_waiting" not in inspect.signature(updater.is_fully_idle).parameters:
         return bool(updater.is_fully_idle())
     return bool(updater.is_fully_idle(ignore_waiting=updater.scheduler._engine_paused))
 
 
 def why_weights_stay(updater: Any) -> str | None:
-    """Why the weights may not be released, from 0.5.17 on, or None; SGLang's own check raises."""
+    """Why SGLang's own check, from 0.5.17 on, does not allow a release of the weights, or None."""
     try:
         getattr(updater, "_assert_weight_cache_inactive", str)("a release")
     except RuntimeError as error:
@@ -202,7 +202,7 @@ _COMPONENTS = "sglang.srt.model_executor.model_runner_components"
 
 
 def group_owner_class() -> str:
-    """Of whom `init_weights_update_group` is a method."""
+    """Full name of the class that has `init_weights_update_group`."""
     if find_spec(_COMPONENTS) is None:
         return f"{_RUNNER}.ModelRunner"
     return f"{_COMPONENTS}.weight_updater.WeightUpdater"
@@ -215,7 +215,6 @@ def update_groups(owner: Any) -> dict[str, Any]:
 
 
 def model_of(owner: Any) -> Any:
-    """The model of a `group_owner_class`."""
     return owner.model if hasattr(owner, "model") else owner.get_model()
 
 
@@ -228,10 +227,8 @@ def is_ours(server_args: Any) -> bool:
 
 
 def engine_context(model: Any) -> dict[str, object]:
-    """Facts of this engine process that decide where `load_weights` puts a byte, but for those that
-    never change while it lives: plain values, to be compared.
-
-    The expert map changes when EPLB rebalances; a plan made before that would be silently wrong.
+    """Plain values on which a load plan depends and that may change while the engine lives: a plan
+    made with other values would be silently wrong. The expert map changes when EPLB rebalances.
     """
     from sglang.srt.distributed import parallel_state as parallel
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
@@ -245,12 +242,10 @@ def engine_context(model: Any) -> dict[str, object]:
 
 
 def _places(experts: torch.Tensor) -> tuple[torch.Size, bytes]:
-    """Where each expert of the checkpoint goes, which is what the loaders look up: shape and bytes,
-    because SGLang changes it in place.
+    """The map from logical to physical experts that the loaders use, as shape and bytes, because
+    SGLang changes it in place. The inverse map also has physical experts that nothing is loaded to.
 
-    Not the inverse: that lists physical experts which no checkpoint's expert is loaded into, since
-    SGLang may keep only the nearest. `experts`: int64 `[layers, logical experts, physical
-    experts]`, each row filled up with -1.
+    `experts`: int64 `[layers, logical experts, physical experts]`, each row filled up with -1.
     """
     width = 1
     while width < experts.shape[-1] and bool((experts[..., width] >= 0).any()):
@@ -260,7 +255,6 @@ def _places(experts: torch.Tensor) -> tuple[torch.Size, bytes]:
 
 
 def tp_rank() -> int:
-    """This process's tensor-parallel rank."""
     from sglang.srt.distributed import parallel_state
 
     return int(parallel_state.get_tensor_model_parallel_rank())
@@ -291,7 +285,7 @@ def launch_arguments() -> Any:
 
 @contextmanager
 def without_cpu_backup(runner: Any) -> Iterator[None]:
-    """`ModelRunner.load_model` makes no host backup within, whatever the launch asked for."""
+    """In the body `ModelRunner.load_model` makes no host backup, whatever the launch asked for."""
     saver = runner.memory_saver_adapter
     region = saver.region
     saver.region = lambda tag, enable_cpu_backup: region(tag, enable_cpu_backup=False)
@@ -302,8 +296,8 @@ def without_cpu_backup(runner: Any) -> Iterator[None]:
 
 
 def why_stock_backup(runner: Any, problem: str | None) -> str | None:
-    """Why this launch keeps SGLang's own behaviour whatever was requested; None if it need not.
-    `problem`: why the memory under a tag cannot be enumerated, or None.
+    """Why this launch must use SGLang's own host backup, or None. `problem`: why the memory under a
+    tag cannot be enumerated, or None.
     """
     server_args = runner.server_args
     if not server_args.enable_memory_saver:

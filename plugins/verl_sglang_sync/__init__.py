@@ -1,7 +1,7 @@
 """Fast weight sync and staged wake-up for verl with SGLang rollouts, switched on by Hydra flags.
 
-What is named here is public; everything else may change from release to release. Nothing is
-imported before it is used: verl loads this package in each of its processes.
+The names in `__all__` are public; everything else may change from release to release. They are
+imported when they are first used, since verl loads this package in each of its processes.
 """
 
 from __future__ import annotations

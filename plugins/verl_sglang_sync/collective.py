@@ -1,10 +1,10 @@
-"""The few collectives of a sync: the trainer's ranks agree on outcomes, or exchange small objects.
+"""Collectives of a sync: the trainer's ranks agree on outcomes, or exchange small objects.
 
 They run on the CPU, in a gloo group of their own with the sync's time limit: torch's default group
-may wait for half an hour for a rank that was killed. After a failure the group is given up, so that
-every rank that still waits in it notices, and the ranks tell each other through torch's store that
-they live: those that do not are named in `RankLost`. The next collective forms a new group, which
-the store numbers: a rank that has missed some finds the others again.
+may wait for half an hour for a rank that was killed. After a failure the group is destroyed, so
+that every rank that waits in it notices, and each rank writes to torch's store that it is alive:
+those that do not are named in `RankLost`. The next collective forms a new group, numbered in the
+store, so that a rank that has missed some finds the others.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from sglang_loader.common.threads import in_thread
 Result = TypeVar("Result")
 
 STEP_S = 0.5
-"""How long a rank waits for its engine before it tells the other ranks that it still does."""
+"""How long a rank waits for its engine before it tells the other ranks that it still waits."""
 MARGIN_S = 2.0
-"""A rank whose engine is silent for the whole limit says so itself before the others give it up."""
+"""Added to the time limit, so that a rank can report a silent engine before the others time out."""
 ROLL_CALL_S = 2.0
 """How long the survivors of a failed collective wait for each other's sign of life."""
 CONNECT_S = 60.0
-"""How long a rank waits at most for a connection to another one that is there, too."""
+"""Longest wait for the connection to another rank that is in the store."""
 STORE_LOST = "the rank that serves torch's store (rank 0 as a rule)"
 
 
@@ -51,12 +51,12 @@ class RankLost(WeightSyncError):
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all ranks brought to one agreement; the same on every rank.
+    """The outcomes of all ranks; the same object on every rank.
 
     Attributes:
         failures: "rank R: traceback" of every rank that failed.
-        is_ready: no rank has failed or asks to be waited for.
-        signatures: each rank's.
+        is_ready: no rank has failed, and all ranks are ready.
+        signatures: by rank.
     """
 
     failures: tuple[str, ...] = ()
@@ -64,8 +64,8 @@ class Agreement:
     signatures: tuple[int, ...] = ()
 
     @property
-    def other_exports(self) -> str | None:
-        """How exports differ, where signatures are `export_signature`; None: they are alike."""
+    def export_difference(self) -> str | None:
+        """How signatures by `export_signature` differ, in words; None: they are equal."""
         if len(set(self.signatures)) < 2:
             return None
         return (
@@ -76,14 +76,14 @@ class Agreement:
 
 
 def export_signature(num_tensors: int, checksum: int) -> int:
-    """What a rank tells the others of its export; the checksum has 32 bits."""
+    """A number that is equal for equal exports; the checksum has 32 bits."""
     return num_tensors << 32 | checksum
 
 
 class TrainerGroup:
-    """What the sync needs of the trainer's processes. Every rank makes the same calls in order.
+    """The ranks of a trainer, which all make the same calls in the same order.
 
-    This one is of one rank, for scripts; `TorchTrainerGroup` is of many.
+    This class is for a trainer of one rank, as in scripts; `TorchTrainerGroup` for many.
     """
 
     def agree(
@@ -93,23 +93,23 @@ class TrainerGroup:
 
         Args:
             failure: this rank's traceback, or None.
-            is_ready: False: this rank asks the others to agree again later.
+            is_ready: False: this rank needs more time, and all must agree again later.
             signature: a number that should be equal on all ranks.
 
         Raises:
             RankLost: a rank is gone, or did not come within the limit.
         """
-        told = self.all_gather((failure, is_ready, signature))
-        texts, ready, signatures = zip(*told, strict=True)
+        outcomes = self.all_gather((failure, is_ready, signature))
+        texts, ready, signatures = zip(*outcomes, strict=True)
         failures = tuple(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
         return Agreement(failures, not failures and all(ready), signatures)
 
     def gather(self, item: bytes) -> list[bytes] | None:
-        """Collect one item of each TP rank of this replica on its leader; None elsewhere."""
+        """The items of this replica's TP ranks on its leader; None on the other ranks."""
         return [item]
 
     def all_gather(self, item: Any) -> list[Any]:
-        """Every rank's item, by rank, on all of them. Raises as `agree`."""
+        """The items of all ranks, by rank. Raises as `agree`."""
         return [item]
 
 
@@ -122,7 +122,7 @@ class TorchTrainerGroup(TrainerGroup):
     Args:
         timeout_s: how long a rank waits for the others in one collective, in seconds.
         tp_mesh: one-dimensional device mesh of the ranks that share this replica (verl's
-            "infer_tp"), the first of which is its leader; None where nothing is gathered.
+            "infer_tp"), the first of which is its leader; None if `gather` is not used.
     """
 
     def __init__(self, *, timeout_s: float, tp_mesh: Any = None) -> None:
@@ -149,8 +149,8 @@ class TorchTrainerGroup(TrainerGroup):
             if self._group is None:
                 self._group = self._formed()
             return gather_objects(item, dist.get_world_size(), all_gather)
-        # Torch's own, of gloo and of the store, are RuntimeErrors. Without memory for what comes
-        # this rank leaves, too: its next collective is not the one in which the others are.
+        # gloo and the store raise RuntimeErrors. After a MemoryError this rank leaves the group,
+        # too: its next collective would not be the one that the others are in.
         except (RuntimeError, MemoryError) as error:
             self._group = None
             lost = self._missing_ranks() or "a rank that has come back since"
@@ -160,7 +160,7 @@ class TorchTrainerGroup(TrainerGroup):
             ) from None
 
     def _formed(self) -> Any:
-        """The group after the last one that was given up; blocks until all ranks have come."""
+        """A new group; blocks until all ranks have come."""
         store = self._store()
         while store.add(f"lost/{self._number}", 0):
             self._number += 1
@@ -173,9 +173,8 @@ class TorchTrainerGroup(TrainerGroup):
         return group
 
     def _missing_ranks(self) -> str:
-        """The ranks that do not say that they live, in words; "" if all do.
-
-        In a thread of its own: a store that is served by a stopped process never answers.
+        """The ranks that give no sign of life, in words; "" if all do. In a thread, since a store
+        that is served by a stopped process never answers.
         """
 
         def call(_: object) -> list[int]:
@@ -197,21 +196,21 @@ class TorchTrainerGroup(TrainerGroup):
         return ", ".join(f"rank {rank}" for rank in missing)
 
     def _store(self) -> PrefixStore:
-        """Torch's store, for this group alone: every rank makes its groups in the same order."""
+        """Torch's store with keys of this group only; all ranks make groups in the same order."""
         return PrefixStore(f"weight_sync/{self._id}", _get_default_store())
 
 
 async def run_in_step(
     group: TrainerGroup, stage: str, work: Coroutine[Any, Any, None] | None
 ) -> None:
-    """Have this rank's part of a stage done, all ranks in step; collective.
+    """Do this rank's part of a stage, and wait until all ranks have done theirs; collective.
 
-    The ranks that have a part tell the others in between that they still wait, so that nobody gives
-    them up, and nobody waits for a rank that is gone.
+    Ranks agree every `STEP_S` while they wait for their engines, so that no rank times out, and
+    none waits for one that is gone.
 
     Args:
         stage: its name, for the error.
-        work: this rank's part; None: it only takes part.
+        work: this rank's part; None if it has none.
 
     Raises:
         WeightSyncError: on every rank, if it failed on any.
@@ -239,11 +238,11 @@ def holds_everywhere(group: TrainerGroup, holds: bool) -> bool:
 def result_or_reason(
     step: Callable[[], Result], *expected: type[Exception]
 ) -> tuple[Result | None, str | None]:
-    """A step's result and None, or None and why there is none, for the other ranks to learn of.
+    """A step's result and None, or None and the error in words, for the other ranks.
 
     Args:
-        step: of this rank; no other one waits in it.
-        expected: errors of which the message says enough; of any other it is the traceback.
+        step: must not be collective.
+        expected: errors of which the message is enough; of others it is the traceback.
     """
     try:
         return step(), None
@@ -254,8 +253,8 @@ def result_or_reason(
 
 
 def common_reason(group: TrainerGroup, reason: str | None, signature: int = 0) -> str | None:
-    """The reasons of all ranks for doing without something; None if no rank has one, and the
-    signatures of what they traced are equal; collective.
+    """All ranks' reasons against something, or that their traces' signatures differ; None if there
+    is no reason; collective.
     """
     result = group.agree(reason, signature=signature)
     if result.failures:
@@ -266,10 +265,10 @@ def common_reason(group: TrainerGroup, reason: str | None, signature: int = 0) -
 
 
 def world_size() -> int:
-    """Number of ranks in torch's default group; 1 where there is none."""
+    """Number of ranks in torch's default group; 1 without one."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def own_rank() -> int:
-    """In torch's default group; 0 where there is none."""
+    """This process's rank in torch's default group; 0 without one."""
     return dist.get_rank() if dist.is_initialized() else 0

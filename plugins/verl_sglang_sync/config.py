@@ -1,7 +1,7 @@
-"""Settings of one weight sync: the preset's keys plus the verl keys that the sync obeys.
+"""Settings of one weight sync: the preset's keys, and verl's keys that apply to it.
 
 The presets are `conf/weight_sync/*.yaml`; their keys are exactly the fields of `WeightSyncConfig`
-that the preset's mode obeys: an unknown key, or one of another mode, is an error.
+that apply to the preset's mode: an unknown key, or one of another mode, is an error.
 
     cfg = WeightSyncConfig.from_rollout(config.actor_rollout_ref.rollout)
     if cfg is None:  # no `+weight_sync=...`: verl's own behaviour
@@ -64,7 +64,7 @@ FilePath = Annotated[
 class WeightSyncConfig:
     """Validated settings of the weight sync of one rollout.
 
-    What a preset's key means stands where it is set, in `conf/weight_sync_defaults.yaml` and
+    The presets' keys are explained in `conf/weight_sync_defaults.yaml` and
     `conf/weight_sync/compiled.yaml`.
 
     Attributes:
@@ -73,7 +73,7 @@ class WeightSyncConfig:
             `checkpoint_engine.update_weights_bucket_megabytes`).
         multi_stage_wake_up: True resumes weights, syncs, lets the trainer free its memory and only
             then resumes the KV cache; False resumes everything before the sync.
-        free_cache_engine: False keeps the engine's memory resident; nothing is staged.
+        free_cache_engine: False keeps the engine's memory resident: nothing sleeps.
     """
 
     mode: Mode
@@ -104,12 +104,12 @@ class WeightSyncConfig:
 
     @property
     def num_staging_buffers(self) -> int:
-        """1: each bucket is loaded before the next one is packed; 2: meanwhile."""
+        """1: the next bucket is packed after one is loaded; 2: while one is loaded."""
         return 1 if self.mode == "bucketed" else 2
 
     @property
     def effective_host_backup(self) -> HostBackup:
-        """The host backup of this mode: only load plans prove anything that "auto" could use."""
+        """The host backup of this mode: "auto" needs a load plan."""
         return "on" if self.host_backup == "auto" and not self.uses_plan else self.host_backup
 
     @property
@@ -120,14 +120,14 @@ class WeightSyncConfig:
         )
 
     def for_session(self) -> WeightSyncConfig:
-        """These settings without what needs a load plan, in the modes that have none."""
+        """These settings, without routes that need a load plan in the modes that have none."""
         if self.uses_plan:
             return self
         return replace(self, read_in_place=False, exchange_shards=False)
 
     @property
     def gate_policy(self) -> GatePolicy:
-        """What the engine does with requests that it must not serve now."""
+        """What the engine does with requests that it cannot serve now."""
         return GatePolicy(self.stale_requests, self.stale_requests_timeout_s)
 
     @property
@@ -143,7 +143,7 @@ class WeightSyncConfig:
             rollout: `actor_rollout_ref.rollout`, as an OmegaConf node or verl's `RolloutConfig`.
 
         Returns:
-            None where no `+weight_sync=<preset>` was chosen.
+            None if no `+weight_sync=<preset>` was chosen.
 
         Raises:
             ValueError: an unknown key, a wrong type or an impossible value; the message names the
@@ -154,8 +154,8 @@ class WeightSyncConfig:
         if section is None:
             return None
         keys: dict[str, Any] = {"mode": None, "sleep_order": SLEEP_ORDER, "wake_order": WAKE_ORDER}
-        known = _known_keys(section)
-        keys |= {key: known.get(key) for key in known}  # None for what Hydra wants and nobody gave
+        given = _checked_section(section)
+        keys |= {key: given.get(key) for key in given}  # None: Hydra has the key without a value
         stages = StageOrder.of(SECTION, keys.pop("sleep_order"), keys.pop("wake_order"))
         megabytes = _get(_get(rollout, "checkpoint_engine"), "update_weights_bucket_megabytes")
         switches = {key: _get(rollout, key) for key in ("multi_stage_wake_up", "free_cache_engine")}
@@ -175,19 +175,19 @@ COMPILED_KEYS = (
     "read_in_place",
     "exchange_shards",
 )
-"""Keys of a preset that only mode "compiled" obeys."""
+"""Keys of a preset that apply only to mode "compiled"."""
 OF_VERL = ("exports_draft", "bucket_bytes", "multi_stage_wake_up", "free_cache_engine")
-"""Settings that verl has keys for."""
+"""Settings that are keys of verl's."""
 PRESET_KEYS = [
     each.name for each in fields(WeightSyncConfig) if each.name not in (*COMPILED_KEYS, *OF_VERL)
 ]
 _TYPES = get_type_hints(WeightSyncConfig, include_extras=True)
 _YAML_WORDS = {"host_backup": {True: "on", False: "off"}, "manifest_check": {False: "off"}}
-"""What YAML 1.1 reads as true and false."""
+"""Words that YAML 1.1 reads as true and false."""
 
 
 def _read(key: str, value: Any, kind: Any) -> Any:
-    """A value as msgspec reads it; `ValueError` names the whole key, value and what is allowed."""
+    """A value converted by msgspec; `ValueError` names the whole key, value and what is allowed."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError:
@@ -200,7 +200,6 @@ def _read(key: str, value: Any, kind: Any) -> Any:
 
 
 def _setting(section: str, key: str, value: Any) -> Any:
-    """One of the settings, as the user wrote it there."""
     name = f"{section}.{key}"
     if key == "timeouts_s":
         return _limits(name, value)
@@ -232,8 +231,8 @@ def _get(node: Any, key: str, default: Any = None) -> Any:
     return getattr(node, key, default)
 
 
-def _known_keys(section: Any) -> Mapping[str, Any]:
-    """A preset's section, if its mode obeys all of its keys."""
+def _checked_section(section: Any) -> Mapping[str, Any]:
+    """The section of a preset; raises ValueError if one of its keys does not apply to its mode."""
     if not isinstance(section, Mapping):
         raise ValueError(
             f"{SECTION}={section!r}: expected a preset's mapping; choose one with "
@@ -245,8 +244,8 @@ def _known_keys(section: Any) -> Mapping[str, Any]:
         if key == "router_api_key":  # verl prints its config, and sends it to trackers
             raise ValueError(f"{SECTION}.{key}: set the environment variable {KEY_VARIABLE}")
         if key not in allowed:
-            is_known = key in COMPILED_KEYS
-            problem = f"only for mode 'compiled', not {mode!r}" if is_known else "unknown key"
+            is_compiled = key in COMPILED_KEYS
+            problem = f"only for mode 'compiled', not {mode!r}" if is_compiled else "unknown key"
             raise ValueError(
                 f"{SECTION}.{key}={section[key]!r}: {problem}; allowed: {', '.join(allowed)}"
             )

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 MODEL = "actor_rollout_ref.model"
 ENGINE = f"{ROLLOUT}.engine_kwargs.sglang"
 NEVER_SYNCED = ("NGRAM", "DFLASH")
-"""Algorithms of speculative decoding of which SGLang updates the target alone."""
+"""Algorithms of speculative decoding with which SGLang updates only the target."""
 
 
 class RecipeError(ValueError):
@@ -32,8 +32,8 @@ class RecipeError(ValueError):
 
 
 def examine(config: DictConfig) -> tuple[WeightSyncConfig | None, list[str]]:
-    """Look at a composed recipe; its settings, if it has a preset, and what the user should know
-    though nothing is wrong: flags without effect, a draft model that is not synced.
+    """Check a composed recipe. Returns its settings, if it has a preset, and remarks that are no
+    errors: flags without effect, a draft model that is not synced.
 
     Raises:
         RecipeError: with one line per problem: key, value, and what is allowed.
@@ -54,7 +54,7 @@ def examine(config: DictConfig) -> tuple[WeightSyncConfig | None, list[str]]:
 
 
 def check_recipe(config: DictConfig) -> WeightSyncConfig | None:
-    """`examine`, and log what is remarkable."""
+    """`examine`, and log the remarks as warnings."""
     settings, remarks = examine(config)
     for remark in remarks:
         logger.warning("%s", remark)
@@ -62,7 +62,7 @@ def check_recipe(config: DictConfig) -> WeightSyncConfig | None:
 
 
 def _without_preset(config: DictConfig, rollout: DictConfig) -> Iterator[str]:
-    """Refuse what stands for a preset and is none; remark on what only a preset obeys."""
+    """Refuse settings that need a preset, and remark on others that are ignored without one."""
     value = OmegaConf.select(config, "weight_sync")
     if value is not None:  # where Hydra does not find our config group
         raise RecipeError(
@@ -96,7 +96,7 @@ def _remarks(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]:
 
 
 def _drafts_by(config: DictConfig) -> str | None:
-    """The algorithm of speculative decoding, where it has a draft model that can be synced."""
+    """The algorithm of speculative decoding, if it has a draft model that can be synced."""
     algorithm = OmegaConf.select(config, f"{ENGINE}.speculative_algorithm")
     if OmegaConf.select(config, f"{MODEL}.mtp.enable_rollout"):
         algorithm = OmegaConf.select(config, f"{MODEL}.mtp.speculative_algorithm")
@@ -149,7 +149,7 @@ def _serves_adapter(config: DictConfig) -> bool:
 
 
 def _check_broadcast(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]:
-    """What the disaggregated backend cannot carry."""
+    """Recipes that do not work with the disaggregated backend, or need it."""
     backend = OmegaConf.select(config, BACKEND_KEY)
     trainer = OmegaConf.select(config, "trainer.v1.trainer_mode")
     if backend != BROADCAST_BACKEND:
@@ -208,12 +208,12 @@ SYNC_KEYS = (
     *("timeouts_s", "manifest_check", "recheck_every_n_syncs"),
     *("read_in_place", "exchange_shards", "draft_weights"),
 )
-"""Keys of every sync that is ours; verl's own update obeys none of them. A `report_file` that stays
-empty harms nobody, and the log says why it does."""
+"""Keys that apply to every sync of ours, and not to verl's own update. `report_file` is not among
+them: one that stays empty does no harm, and the log says why."""
 
 
 def _check_keys(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]:
-    """Keys that the user has set and that nothing reads in this recipe."""
+    """Keys that the user has set and that have no effect in this recipe."""
     backend = OmegaConf.select(config, BACKEND_KEY)
     has_hybrid = OmegaConf.select(config, "actor_rollout_ref.hybrid_engine") is not False
     without_effect: list[tuple[str, Sequence[str]]] = []

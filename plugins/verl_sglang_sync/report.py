@@ -1,4 +1,4 @@
-"""What one sync cost: seconds per stage, buckets, tensors and bytes, as a log line and as JSON."""
+"""Report of one sync: seconds per stage, buckets, tensors and bytes, as a log line and as JSON."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))  # as verl's own: one line for each sync
 
 MAX_KEPT = 0.1
-"""A smaller part of the weights than this may stay on the host: buffers that no sync rewrites."""
+"""Part of the weights that the host may keep without a warning: buffers that no sync rewrites."""
 
 COUNTED = ("buckets", "pulled", "exchanged", "sent", "replayed", "eager")
 METRICS = "weight_sync"
-"""What the names of all metrics begin with."""
+"""Prefix of the names of all metrics."""
 
 
 @dataclass(kw_only=True)
@@ -74,13 +74,13 @@ class SyncReport:
         self.payload_bytes += payload_bytes
 
     def restart(self) -> None:
-        """Count anew: the sync is made again. What was spent stays."""
+        """Reset all counts, as the sync is made again; seconds add up."""
         for counts in fields(self):
             if counts.type == "int":
                 setattr(self, counts.name, 0)
 
     def add_costs(self, name: str, costs: StageCosts | None) -> None:
-        """Take over what a stage cost in the engine; None or nothing where it told nothing."""
+        """Add the costs of a stage in the engine, if it has sent any."""
         if costs:
             self.stages[name] = {**self.stages.get(name, {}), **costs}
 
@@ -101,10 +101,10 @@ class SyncReport:
         return {f"{METRICS}/{name}": value for name, value in found.items()}
 
     def publish(self, report_file: str | None) -> None:
-        """Log the report, and append it as one JSON line where a file is configured.
+        """Log the report, and append it as one JSON line to `report_file`, if any.
 
-        What makes it slower than it could be is a warning, once for each reason: SGLang's
-        processes, which find it out, are launched by verl at log level "error".
+        Each reason why the sync was slower than it could be is one warning here, since verl
+        launches SGLang's processes, which find it, at log level "error".
         """
         logger.info("weight sync: %s", self)
         if self.num_replayed and self._kept_on_host > MAX_KEPT:
@@ -129,7 +129,7 @@ class SyncReport:
 
     @property
     def _kept_on_host(self) -> float:
-        """The part of the weights of which the host held a copy after the release before."""
+        """The part of the weights that the host held a copy of after the last release."""
         costs = self.stages.get("release", {}).get("weights", {})
         gpu_bytes = sum(costs.get("gpu_bytes", ()))
         return sum(costs.get("host_bytes", ())) / gpu_bytes if gpu_bytes else 0.0
@@ -144,7 +144,7 @@ class SyncReport:
 
     @property
     def _route(self) -> str:
-        """By which route the buckets came, and how they were loaded."""
+        """Buckets by route, and by how they were loaded."""
         counts = (
             (self.num_pulled, "read in the trainer's memory"),
             (self.num_exchanged, "exchanged"),
@@ -164,12 +164,12 @@ class SyncReport:
 
 
 def log_remarks(reply: Any) -> None:
-    """Log what an engine's reply to an update says of its manifest check; each remark once."""
+    """Log the remarks of the manifest check in an engine's reply to an update, each once."""
     for remark in remarks_in(str(reply.get("message"))):
         warn_once(f"{REMARK}{remark}")
 
 
 @functools.cache
 def warn_once(text: str) -> None:
-    """Log a warning, unless this process has logged the same before."""
+    """Log a warning, unless this process has already logged the same text."""
     logger.warning("%s", text)

@@ -1,10 +1,10 @@
-"""In which order the engine's memory goes to sleep and wakes up: `sleep_order` and `wake_order`.
+"""Order in which the engine's memory is released and resumed: `sleep_order` and `wake_order`.
 
-The tags are SGLang's. `cuda_graph` is the memory of the decoding graphs; where the orders name it,
-our replica launches SGLang with those graphs under the memory saver, else they stay resident.
-`sync` in `wake_order` stands for the weight sync: what is named before it is resumed with the
-weights (verl's `resume(tags=["weights"])`), what is named after it with the KV cache, when the
-trainer has freed its memory (`resume(tags=["kv_cache"])`).
+The tags are SGLang's. `cuda_graph` is the memory of the decoding graphs; if the orders have it, our
+replica launches SGLang with those graphs under the memory saver, else they stay resident. `sync` in
+`wake_order` is the weight sync: tags before it are resumed with the weights (verl's
+`resume(tags=["weights"])`), tags after it with the KV cache, when the trainer has freed its memory
+(`resume(tags=["kv_cache"])`).
 """
 
 from __future__ import annotations

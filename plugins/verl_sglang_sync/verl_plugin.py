@@ -1,7 +1,7 @@
 """Entry point `verl.plugins`: verl imports this module in every process that imports verl.
 
 verl logs a plugin's import error at DEBUG and goes on without it, so a user would train without the
-weight sync they asked for. Hence the error is logged here, loudly, before it is raised.
+weight sync they asked for. So the error is logged here before it is raised.
 """
 
 from __future__ import annotations

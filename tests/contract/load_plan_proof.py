@@ -10,7 +10,7 @@ import torch
 from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.copies import gather_reads
 from sglang_loader.common.layout import BucketLayout, decode_arrangements, encode_arrangements
-from sglang_loader.common.regions.arrangement import end_of
+from sglang_loader.common.regions.arrangement import arranged_nbytes
 from sglang_loader.load_plan import (
     PlanExecutor,
     compile_bucket,
@@ -66,7 +66,7 @@ def prove_arranged(model, plan, before, buffers, expected):
         assert arranged is not None, bucket.layout
         arrangement, rebased = arranged
         encoded = encode_arrangements((("digest", arrangement),))
-        if end_of(arrangement) <= bucket.layout.nbytes:
+        if arranged_nbytes(arrangement) <= bucket.layout.nbytes:
             assert decode_arrangements(encoded, {"digest": bucket.layout})[0][1] == arrangement
         tensors = [tensor for _, tensor in bucket.layout.views(buffer)]
         flat = gather_reads(arrangement, tensors, buffer.device)

@@ -90,7 +90,7 @@ def test_a_boundary_between_two_halves_is_reported(rendezvous, tmp_path):
     load_weights = built.model.load_weights
     traces = [trace_bucket(built.model, load_weights, *pack(bucket)) for bucket in (parted, rest)]
     plan = join_buckets([compile_bucket(t) for t in traces], traces[-1].destinations)
-    assert sorted(name for traced in traces for name in uses_of(traced).idle) == sorted(names)
+    assert sorted(name for traced in traces for name in uses_of(traced).unused) == sorted(names)
     fused = [n for n in uncovered(plan, "parameter") if "fused_qkv_a_proj_with_mqa" in n]
     assert len(fused) == 2
     traced = trace_bucket(built.model, load_weights, *pack(built.first))

@@ -99,7 +99,7 @@ def proved(ranks, folder, name):
     plans = [prove(model, first, second, how) for how in LAYOUTS]
     return {
         "checked": checked,
-        "ignored": len(uses_of(trace_bucket(model, model.load_weights, *pack(first))).idle),
+        "ignored": len(uses_of(trace_bucket(model, model.load_weights, *pack(first))).unused),
         "arranged_bytes": sum(num_bytes_read(bucket) for bucket in plans[0].buckets),
         "covered_bytes": sum(num_bytes(ranges) for ranges in plans[0].coverage.values()),
     }

@@ -5,15 +5,15 @@ from types import SimpleNamespace
 import pytest
 import torch_memory_saver
 
-from sglang_loader.hooks.memory import choose_preload
+from sglang_loader.hooks.memory import force_preload
 from support.forks import CPU_ENVIRONMENT, Fork
 
 STOCK = """
 import sglang.srt.model_executor.model_runner
 from torch_memory_saver import torch_memory_saver as saver
 print("before", saver._impl_ctor_kwargs.get("hook_mode"))
-from sglang_loader.hooks.memory import choose_preload
-choose_preload()
+from sglang_loader.hooks.memory import force_preload
+force_preload()
 print("after", saver._impl_ctor_kwargs.get("hook_mode"), flush=True)
 """
 
@@ -30,7 +30,7 @@ def test_memory_that_was_allocated_another_way_is_an_error(mode, monkeypatch):
     saver = SimpleNamespace(_impl=SimpleNamespace(_hook_mode=mode))
     monkeypatch.setattr(torch_memory_saver, "torch_memory_saver", saver)
     if mode == "preload":
-        choose_preload()
+        force_preload()
         return
     with pytest.raises(RuntimeError, match="hook_mode='torch', with which CUDA graphs cannot"):
-        choose_preload()
+        force_preload()

@@ -20,7 +20,7 @@ from unittest.mock import AsyncMock, MagicMock
 import pytest
 import torch
 
-from sglang_loader.upstream import tell, told, without_cpu_backup
+from sglang_loader.upstream import facts_of, with_facts, without_cpu_backup
 from support.messages import message
 from verl_sglang_sync.verl.upstream import SEPARATE_ASYNC, log_without_flush, pause_by_aborting
 
@@ -235,14 +235,14 @@ class TestScheduler:
         reply = message(getattr(io, f"{kind}ReqOutput"))
         if kind.startswith("Update"):
             reply.success, reply.message = True, "Success"
-        reply, socket = tell(tell(reply, closed=None), refusal="why"), MagicMock()
+        reply, socket = with_facts(with_facts(reply, closed=None), refusal="why"), MagicMock()
         SenderWrapper(socket).send_output(reply, recv_obj=MagicMock(http_worker_ipc=None))
         if pickles:
             (sent,) = socket.send_pyobj.call_args.args
             received = pickle.loads(pickle.dumps(sent))
         else:
             received = io.msgpack_decode(socket.send.call_args.args[0])
-        assert told(received) == {"closed": None, "refusal": "why"}
+        assert facts_of(received) == {"closed": None, "refusal": "why"}
         assert isinstance(received, getattr(io, f"{kind}ReqOutput"))
 
     def test_memory_tags(self):

@@ -15,7 +15,7 @@ from contract.tiny_architectures import Ranks, prepare_process, stop_process_gro
 from contract.tiny_engine import TinyEngine
 from contract.weight_check_proof import check, layout_of
 from sglang_loader.session.findings import Verdict
-from sglang_loader.session.weight_check import known_verdict
+from sglang_loader.session.weight_check import cached_verdict
 
 prepare_process()
 pytest.importorskip("sglang", reason="needs the SGLang that the plugin supports")
@@ -59,9 +59,9 @@ def names_in(found):
 def test_a_verdict_is_remembered_with_its_tensors(engine):
     for specs, text in ((engine.specs, ""), (engine.specs[:-1], "1 missing")):
         verdict(engine, specs)
-        known = known_verdict([layout_of(specs)], engine.model)
+        known = cached_verdict([layout_of(specs)], engine.model)
         assert known is not None and text in known.text()
-    assert known_verdict([layout_of(engine.specs)], engine.model) is None
+    assert cached_verdict([layout_of(engine.specs)], engine.model) is None
 
 
 def test_a_tensor_that_is_left_out_is_missing(engine):

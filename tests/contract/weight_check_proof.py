@@ -4,7 +4,7 @@ import torch
 
 from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.layout import BucketLayout
-from sglang_loader.session.findings import Verdict
+from sglang_loader.session.findings import Spec, Verdict
 from sglang_loader.session.model_loader import loader_of
 from sglang_loader.session.weight_check import judge_together, view_of_sync
 from sglang_loader.upstream import engine_context
@@ -24,12 +24,12 @@ def check(model, specs, *, published, gather=_alone, uses_plan=False):
     """The verdict on a sync that loads zeros; what `load_weights` itself refuses counts as
     mismatched. By default for an engine of one rank.
     """
-    known = None if published is None else {spec[0]: spec for spec in published}
+    by_name = None if published is None else {spec[0]: Spec(*spec) for spec in published}
     layout = layout_of(specs)
     refused = gather(_load_zeros(model, layout, uses_plan))
     if named := list(dict.fromkeys(name for names in refused for name in names)):
         return Verdict(mismatched=tuple(named))
-    return judge_together(view_of_sync([layout], [model], lambda: known), gather)
+    return judge_together(view_of_sync([layout], [model], lambda: by_name), gather)
 
 
 def _load_zeros(model, layout, uses_plan):

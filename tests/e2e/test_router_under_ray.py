@@ -8,7 +8,7 @@ import pytest
 
 from support.router import RouterProcess
 from verl_sglang_sync.engine.server_client.router import RouterClient
-from verl_sglang_sync.verl.router_guard import Watch, start_guard
+from verl_sglang_sync.verl.router_guard import GuardedWorker, start_guard
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -19,7 +19,7 @@ class Server:
     async def join(self, router_url, url):
         router = RouterClient(router_url, timeout_s=30)
         worker = await asyncio.to_thread(router.add, url)
-        watch = Watch(router_url=router_url, router_api_key=None, worker=worker)
+        watch = GuardedWorker(router_url=router_url, router_api_key=None, worker=worker)
         self.guard = await asyncio.to_thread(start_guard, watch)
 
 

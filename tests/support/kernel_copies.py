@@ -8,7 +8,7 @@ import torch
 
 from sglang_loader.common.copy_kernel import (
     Rows,
-    in_mixed_order,
+    interleave_tiles,
     launch,
     rows_between,
     tables_of,
@@ -31,6 +31,6 @@ def launcher(
     found = [rows_of(target, source) if source.numel() else [] for target, source in pairs]
     rows, tiles = tables_of([each for of_pair in found for each in of_pair])
     if len(gpus):
-        tiles = in_mixed_order(tiles, np.repeat(gpus, [len(of_pair) for of_pair in found]))
+        tiles = interleave_tiles(tiles, np.repeat(gpus, [len(of_pair) for of_pair in found]))
     device = targets[0].device
     return partial(launch, torch.from_numpy(tiles).to(device), torch.from_numpy(rows).to(device))

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import torch
 
+from sglang_loader.common.copies import synchronize_device
 from sglang_loader.common.regions.intervals import Interval, num_bytes, subtract
 from sglang_loader.host_backup import backup_of
 from sglang_loader.host_backup.allocations import (
@@ -27,7 +28,6 @@ from sglang_loader.host_backup.allocations import (
     nbytes_under,
     under_weights_tag,
 )
-from sglang_loader.host_backup.saved_bytes import synchronize
 from sglang_loader.load_plan.destinations import collect_destinations
 from support.engine_loaders import NamedTensors, hash_of
 from support.reachable_memory import publish_coverage, reachable
@@ -46,7 +46,7 @@ def _answer(named_tensors: NamedTensors, answer: Any) -> None:
 
 def look(model: Any, named_tensors: NamedTensors) -> None:
     """Hashes and addresses of every storage, NaNs, allocations, and the backup's state."""
-    synchronize(next(model.parameters()).device)
+    synchronize_device(next(model.parameters()).device)
     destinations = collect_destinations(model)
     storages = destinations.storages
     allocated = under_the_tag(model)
@@ -85,7 +85,7 @@ def poison_all_but_the_restored(model: Any, named_tensors: NamedTensors) -> None
     lost = subtract(allocated.ranges, restored(model, allocated))
     for start, stop in lost:
         bytes_at(allocated.device, start, stop).fill_(0xFF)
-    synchronize(allocated.device)
+    synchronize_device(allocated.device)
     _answer(named_tensors, num_bytes(lost))
 
 

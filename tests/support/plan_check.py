@@ -8,7 +8,7 @@ from torch import nn
 from sglang_loader.common.copies import gather_reads
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.arrangement import Arrangement
-from sglang_loader.load_plan import KnownDigests, LoadPlan, check_bucket
+from sglang_loader.load_plan import CheckedDigests, LoadPlan, check_bucket
 from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.plan import LoadWeights
 
@@ -26,7 +26,7 @@ def self_check(
 
     Afterwards the weights are those of `buffers`, whatever the outcome.
     """
-    known = KnownDigests()
+    known = CheckedDigests()
     for i, (bucket, buffer) in enumerate(zip(plan.buckets, buffers, strict=True)):
         reason = check_bucket(model, bucket, plan.destinations, load_weights, buffer, known)
         if reason is not None:

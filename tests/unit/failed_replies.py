@@ -25,5 +25,5 @@ class FailsReplies:
 def failed_request(error):
     """It has left, and this is its reply."""
     request = OpeningRequest(FailsReplies(error), "1")
-    request.post([b"an invitation"])
+    request.post([b"a descriptor"])
     return request

@@ -18,7 +18,7 @@ from sglang_loader.common.check_remarks import with_remark
 from sglang_loader.common.session.messages import SESSION_FORMAT, decode_descriptor
 from sglang_loader.session import serve as session
 from sglang_loader.session.group_receiver import GroupReceiver
-from sglang_loader.session.state import MappedMemory
+from sglang_loader.session.mapped_memory import MappedMemory
 from verl_sglang_sync.engine.server_client import operations
 
 NO_STEPS = session.SessionSteps(

@@ -18,7 +18,7 @@ from sglang_loader.common.layout import (
 )
 from sglang_loader.common.regions.arrangement import Read
 from verl_sglang_sync.engine.arrangements import (
-    NOTHING_KNOWN,
+    NO_ARRANGEMENTS,
     EngineArrangements,
 )
 from verl_sglang_sync.sources.bucket_stream import Bucket
@@ -75,24 +75,24 @@ def test_arrangements_that_leave_their_bounds_are_refused(case):
 
 
 def test_a_trainer_learns_what_it_may_use(caplog):
-    assert EngineArrangements(is_wanted=False).known_digest is None
+    assert EngineArrangements(is_wanted=False).held_digest is None
     arrangements = EngineArrangements(is_wanted=True)
-    assert arrangements.known_digest == ""
+    assert arrangements.held_digest == ""
     offer = encode_arrangements(tuple((bucket.digest, HALF) for bucket in BUCKETS))
     arrangements.learn(offer, BUCKETS)
-    assert arrangements.known_digest == digest_of(offer)
+    assert arrangements.held_digest == digest_of(offer)
     assert arrangements.matching(BUCKETS).digest == digest_of(offer)
-    assert arrangements.matching(BUCKETS[1:]) == NOTHING_KNOWN
+    assert arrangements.matching(BUCKETS[1:]) == NO_ARRANGEMENTS
     some = zip(BUCKETS, [HALF, (), None], strict=True)
     arrangements.learn(encode_arrangements(tuple((b.digest, reads) for b, reads in some)), BUCKETS)
     known = arrangements.matching(BUCKETS)
     assert [known.expected(i, READS) for i in range(4)] == [HALF, (), READS, READS]
     assert [known.is_arranged(i) for i in range(4)] == [True, True, False, False]
     arrangements.forget()
-    assert arrangements.known_digest == ""
+    assert arrangements.held_digest == ""
     arrangements.learn(offer, BUCKETS)
     with caplog.at_level(logging.WARNING):
         arrangements.learn(b"noise", BUCKETS)
     assert "the engine's arrangements do not fit: not arrangements" in caplog.text
-    assert arrangements.known_digest is None, "asked for them no more"
-    assert arrangements.matching(BUCKETS) == NOTHING_KNOWN
+    assert arrangements.held_digest is None, "asked for them no more"
+    assert arrangements.matching(BUCKETS) == NO_ARRANGEMENTS

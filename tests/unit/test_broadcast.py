@@ -100,14 +100,14 @@ def receiver():
 def begin(receiver, num_buckets):
     receiver.begin_session(GROUP, None, CPU, 0.01)
     for i in range(num_buckets):
-        receiver.begin(bucket(i), EIGHT_BYTES)
+        receiver.begin_bucket(bucket(i), EIGHT_BYTES)
 
 
 def test_a_receiver_still_waits_after_its_session_failed(work, receiver):
     """Else the group would be destroyed instead of aborted, and that waits for the broadcast."""
     begin(receiver, 1)
     with pytest.raises(BroadcastError, match="bucket 0 did not arrive: nothing within"):
-        while not receiver.has_come():
+        while not receiver.has_arrived():
             pass
     unsafe = receiver._buffers[0]
     receiver.release()
@@ -115,7 +115,7 @@ def test_a_receiver_still_waits_after_its_session_failed(work, receiver):
     assert receiver._buffers[0] is not unsafe  # bytes may still come into it
     work.completed = True
     begin(receiver, 1)  # of another trainer
-    assert receiver.has_come() and receiver._buffers[0].numel()
+    assert receiver.has_arrived() and receiver._buffers[0].numel()
     receiver.drop_group(GROUP)
     assert not receiver.is_waiting_in(GROUP)
 
@@ -145,8 +145,8 @@ def test_a_bucket_of_which_nothing_is_read_has_no_pieces(receiver, monkeypatch):
     sizes = []
     monkeypatch.setattr(group_receiver, "all_to_all", lambda *args: sizes.append(args[3]))
     empty = bucket(0, pieces=wire.encode_pieces([]), receives=[[0, 0]], arranged=True)
-    receiver.begin(empty, EIGHT_BYTES)
-    assert sizes == [[0, 0]] and receiver.has_come()
+    receiver.begin_bucket(empty, EIGHT_BYTES)
+    assert sizes == [[0, 0]] and receiver.has_arrived()
     with pytest.raises(ValueError, match="in no piece"):
         receiver.source(empty, 256).packed(EIGHT_BYTES)
 
@@ -168,8 +168,8 @@ def test_what_comes_neither_by_broadcast_nor_in_the_groups_parts_is_not_received
 ):
     receiver.begin_session(GROUP, senders, CPU, 1)
     with pytest.raises(SessionError, match=f"bucket 2 .*{problem}"):
-        receiver.begin(bucket(2, **changes), EIGHT_BYTES)
-    assert not receiver._arriving
+        receiver.begin_bucket(bucket(2, **changes), EIGHT_BYTES)
+    assert not receiver._incoming
 
 
 @pytest.mark.parametrize("piece", [(1, 0, 0, 8), (0, 0, 0, 16), (0, 256, 0, 8)])

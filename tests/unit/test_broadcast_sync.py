@@ -43,7 +43,7 @@ class Groups:
     def __init__(self):
         self.engines = [ServingEngine(tp=tp) for tp in TPS]
         self.num_abandoned = 0
-        self.left = []
+        self.abandoned = []
         self._formed = None
 
     def with_replicas(self, replicas):
@@ -169,14 +169,14 @@ def test_no_broadcast_begins_before_all_engines_receive_it(groups, monkeypatch, 
             log.append(("broadcast", next(started)))
             super().__init__(flat, group)
 
-    begin = GroupReceiver.begin
+    begin = GroupReceiver.begin_bucket
 
     def logged(self, message, layout):
         begin(self, message, layout)
         log.append(("receive", message.index))
 
     monkeypatch.setattr(route, "Broadcast", Logged)
-    monkeypatch.setattr(GroupReceiver, "begin", logged)
+    monkeypatch.setattr(GroupReceiver, "begin_bucket", logged)
     transport(groups)(weights(num_buckets))
     assert len(log) == num_buckets * (1 + sum(TPS))
     for i in range(num_buckets):

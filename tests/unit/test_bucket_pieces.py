@@ -14,7 +14,7 @@ from sglang_loader.common.session.messages import (
     encode_pieces,
 )
 from sglang_loader.common.shared_memory import share_storage
-from sglang_loader.session.state import MappedMemory, Sources
+from sglang_loader.session.mapped_memory import MappedMemory, SourceCache
 
 LAYOUT = BucketLayout.pack([("t", (4, 8), torch.uint8)])
 BUFFERS = {slot: torch.arange(64, dtype=torch.uint8) + 100 * slot for slot in range(2)}
@@ -37,7 +37,7 @@ def source_of(*pieces):
         arranged=False,
     )  # fmt: skip
     memory = MappedMemory().begin_session(torch.device("cpu"))
-    memory.begin(message, LAYOUT)
+    memory.begin_bucket(message, LAYOUT)
     return memory.source(message, LAYOUT.nbytes)
 
 
@@ -96,7 +96,7 @@ def memory_in_slots(*sizes):
 
 
 def test_a_bucket_in_other_memory_has_the_map_that_it_had():
-    sources, here, there = Sources(), memory_in_slots(16, 16), memory_in_slots(16, 16)
+    sources, here, there = SourceCache(), memory_in_slots(16, 16), memory_in_slots(16, 16)
     first = sources.of(message(), here, 24)
     assert sources.of(message(), here, 24) is first
     sources.clear()
@@ -110,13 +110,13 @@ def test_a_bucket_in_other_memory_has_the_map_that_it_had():
     ("pieces", "sizes"), [(PIECES, (24, 16)), ([PIECES[0], BucketPiece(1, 0, 16, 8)], (16, 16))]
 )
 def test_other_pieces_or_lengths_have_another_map(pieces, sizes):
-    sources = Sources()
+    sources = SourceCache()
     first = sources.of(message(), memory_in_slots(16, 16), 24)
     assert sources.of(message(pieces), memory_in_slots(*sizes), 24).map is not first.map
 
 
 def test_two_ways_of_a_bucket_are_remembered_and_older_ones_are_let_go():
-    sources, slots = Sources(), memory_in_slots(16, 16)
+    sources, slots = SourceCache(), memory_in_slots(16, 16)
     ways = [message([PIECES[0], BucketPiece(1, offset, 16, 8)]) for offset in range(3)]
     exported, pulled = (sources.of(way, slots, 24).map for way in ways[:2])
     assert sources.of(ways[0], slots, 24).map is exported
@@ -128,7 +128,7 @@ def test_two_ways_of_a_bucket_are_remembered_and_older_ones_are_let_go():
 
 
 def test_memory_that_is_too_short_now_is_refused():
-    sources = Sources()
+    sources = SourceCache()
     sources.of(message(), memory_in_slots(16, 16), 24)
     with pytest.raises(SessionError, match="leaves its memory"):
         sources.of(message(), memory_in_slots(16, 15), 24)

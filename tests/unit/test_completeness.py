@@ -14,7 +14,7 @@ def layout(names):
 
 def load(state, *buckets):
     for names in buckets:
-        state.loading(layout(frozenset(names)))
+        state.begin_bucket(layout(frozenset(names)))
 
 
 def test_a_sync_is_half_written_from_its_first_bucket_to_its_end():
@@ -47,7 +47,7 @@ def test_after_a_failure_only_all_that_came_before_makes_the_weights_complete(sy
     for buckets, fails in syncs:
         brought = frozenset[str]().union(*buckets)
         for names in buckets:
-            state.loading(layout(names))
+            state.begin_bucket(layout(names))
         if is_good:
             assert state.missing() == []
         else:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_loader.common.regions.arrangement import Read, end_of
+from sglang_loader.common.regions.arrangement import Read, arranged_nbytes
 from sglang_loader.common.regions.compose import ByteMap, compose_read
 from sglang_loader.common.regions.geometry import Region
 from unit.strided_moves import indices
@@ -146,7 +146,7 @@ def shards_of(rank, owners, full):
 
 def arranged(arrangement, origins, full):
     """The arranged buffer of full parameters, by plain indexing."""
-    expected = np.zeros(end_of(arrangement), dtype=np.int64)
+    expected = np.zeros(arranged_nbytes(arrangement), dtype=np.int64)
     for read in arrangement:
         origin = origins[read.tensor]
         tensor = full[origin.parameter][bytes_of(origin.bytes)]
@@ -186,7 +186,7 @@ def test_every_reader_finds_what_it_reads_in_what_it_receives(bucket, apart, num
                 arrived[reader].append(part)
     for read, its, came in zip(reads, found, map(np.concatenate, arrived), strict=True):
         assert sum(its.payloads) == sum(each.nbytes for each in read)
-        buffer, stop = np.zeros(end_of(read), dtype=np.int64), 0
+        buffer, stop = np.zeros(arranged_nbytes(read), dtype=np.int64), 0
         for piece in its.pieces:
             assert piece.start >= stop, "no byte is there twice"
             stop = piece.start + piece.nbytes

@@ -10,7 +10,7 @@ import pytest
 
 from sglang_loader.hooks import weights
 from sglang_loader.hooks.tp_ranks import TPRanks
-from sglang_loader.host_backup import arm
+from sglang_loader.host_backup import create_backup
 from sglang_loader.session.findings import Verdict
 from sglang_loader.session.model_loader import loader_of
 from sglang_loader.upstream import UpdateFrame
@@ -64,7 +64,7 @@ class Engine:
 
     def __init__(self):
         self.model = Model()
-        self.backup = arm(self.model, "auto", reachable)
+        self.backup = create_backup(self.model, "auto", reachable)
         self.loader = loader_of(self.model)
         self.others, self.undefined = [], None
         self.verdict = Verdict()
@@ -91,7 +91,7 @@ class Engine:
             update.manifest_check = check
             update.flush()
             for layout in layouts_of(names):
-                update.loading(layout)
+                update.begin_bucket(layout)
                 if fails is not None:
                     raise RuntimeError(fails)
             sync(self.loader, value, layouts=layouts_of(names))
@@ -126,7 +126,7 @@ def engine(monkeypatch):
             return [item, *((*other, engine.undefined) for other in engine.others)]
         return [item, *(text for text, _, _ in engine.others)]
 
-    monkeypatch.setattr(weights, "known_verdict", lambda *_: engine.known)
+    monkeypatch.setattr(weights, "cached_verdict", lambda *_: engine.known)
     monkeypatch.setattr(weights, "view_of_sync", engine.look_at)
     monkeypatch.setattr(weights, "judge_together", lambda *_: engine.verdict)
 
@@ -177,7 +177,7 @@ def test_a_rank_that_has_not_begun_is_stale_where_another_has(engine):
 
 @pytest.mark.parametrize("policy", ["auto", "off"])
 def test_a_sync_of_fewer_buckets_does_not_define_what_the_others_write(engine, policy):
-    engine.backup = arm(engine.model, policy, reachable)
+    engine.backup = create_backup(engine.model, policy, reachable)
     assert engine.session(2.0) == []
     engine.sleep_and_wake()
     [failure] = engine.session(3.0, names=FEWER)
@@ -240,7 +240,7 @@ def test_after_a_failure_fewer_tensors_must_be_proven_to_be_all(engine, verdict,
 
 
 def test_the_first_sync_after_a_failed_first_one_is_checked(engine):
-    engine.backup = arm(engine.model, "auto", reachable)
+    engine.backup = create_backup(engine.model, "auto", reachable)
     engine.session(1.0, fails="half way")
     engine.verdict = Verdict(missing=("e",))
     [failure] = engine.session(2.0)

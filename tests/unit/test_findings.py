@@ -8,7 +8,7 @@ import torch
 
 from sglang_loader.common.check_remarks import remarks_in, with_remark
 from sglang_loader.common.regions.geometry import Region
-from sglang_loader.session.findings import RankView, Verdict, judge
+from sglang_loader.session.findings import RankView, Spec, Verdict, judge
 from sglang_loader.session.weight_check import published_tensors
 
 
@@ -58,7 +58,7 @@ def test_the_headers_of_a_checkpoint(tmp_path):
     assert published_tensors(tmp_path) is None
 
 
-SPEC = ("w", torch.float32, (8, 4))
+SPEC = Spec("w", torch.float32, (8, 4))
 
 
 def part(row, rows):
@@ -69,16 +69,16 @@ def reading(*parts):
     return RankView(partial={"w": frozenset(parts)})
 
 
-ALL, IDLE = RankView(), RankView(idle=frozenset({"w"}))
+ALL, UNUSED = RankView(), RankView(unused=frozenset({"w"}))
 VIEWS = {  # of two ranks, and whether that is all of the tensor
-    "one expert's rank": ([ALL, IDLE], True),
-    "no rank": ([IDLE, IDLE], False),
+    "one expert's rank": ([ALL, UNUSED], True),
+    "no rank": ([UNUSED, UNUSED], False),
     "halves": ([reading(part(0, 4)), reading(part(4, 4))], True),
     "quarters": ([reading(part(0, 2)), reading(part(2, 2))], False),
     "the same half": ([reading(part(0, 4))] * 2, False),
-    "half and nothing": ([reading(part(0, 4)), IDLE], False),
+    "half and nothing": ([reading(part(0, 4)), UNUSED], False),
     "half and all": ([reading(part(0, 4)), ALL], True),
-    "two parts on one": ([reading(part(0, 4), part(4, 4)), IDLE], True),
+    "two parts on one": ([reading(part(0, 4), part(4, 4)), UNUSED], True),
     "dtype": ([ALL, RankView(clashes={"w": "int32"})], False),
     "missing": ([ALL, RankView(missing=("v",))], False),
 }
@@ -90,13 +90,13 @@ def test_the_ranks_are_judged_together(views, fits):
 
 
 def test_what_the_published_checkpoint_has_is_never_unexpected():
-    idle = [RankView(idle=frozenset({"w", "lm_head.weight"}))]
-    assert judge([SPEC], idle, {}).unexpected == ("w",)
-    assert judge([SPEC], idle, {"w": SPEC}).fits
-    blind = judge([SPEC], idle, None)
+    unused = [RankView(unused=frozenset({"w", "lm_head.weight"}))]
+    assert judge([SPEC], unused, {}).unexpected == ("w",)
+    assert judge([SPEC], unused, {"w": SPEC}).fits
+    blind = judge([SPEC], unused, None)
     assert blind.fits
     assert blind.doubtful == ("w",)
-    embedding = ("model.embed_tokens.weight", torch.float32, (8, 4))
-    head = ("lm_head.weight", torch.float32, (8, 4))
-    assert judge([embedding, head], idle, {}).fits
-    assert not judge([head], idle, {}).fits
+    embedding = Spec("model.embed_tokens.weight", torch.float32, (8, 4))
+    head = Spec("lm_head.weight", torch.float32, (8, 4))
+    assert judge([embedding, head], unused, {}).fits
+    assert not judge([head], unused, {}).fits

@@ -12,7 +12,7 @@ from sglang_loader.common import fused_copies
 from sglang_loader.common.copies import gather_reads
 from sglang_loader.common.copy_kernel import TILE_WORDS
 from sglang_loader.common.fused_copies import FusedCopies
-from sglang_loader.common.regions.arrangement import Read, end_of
+from sglang_loader.common.regions.arrangement import Read, arranged_nbytes
 from support.remote import run_interpreted
 
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ def laid_out(sizes):
 def check_gathered(copies, reads, tensors, device=CPU):
     """The target holds what the reference gathers, and what lies between is untouched."""
     expected = gather_reads(reads, [tensor.cpu() for tensor in tensors], CPU)
-    flat = torch.full((end_of(reads),), FILL, dtype=torch.uint8, device=device)
+    flat = torch.full((arranged_nbytes(reads),), FILL, dtype=torch.uint8, device=device)
     memories = [tensor.view(-1).view(torch.uint8) for tensor in tensors]
     for launch in copies.between(memories, [flat], device):
         launch()

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sglang_loader.common.engine_settings import HOST_BACKUP_VARIABLE, requested_host_backup
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.intervals import merge, subtract
-from sglang_loader.host_backup import arm, backup_of
+from sglang_loader.host_backup import backup_of, create_backup
 from sglang_loader.host_backup.allocations import (
     Allocations,
     blocks_in_use,
@@ -55,7 +55,7 @@ def release_and_resume(model, backup):
 
 
 def test_only_the_residue_is_kept_and_returns(model):
-    backup = arm(model, "auto", reachable)
+    backup = create_backup(model, "auto", reachable)
     covered = whole(model, "linear.weight", "low")
     publish_coverage(model, covered)
     assert release_and_resume(model, backup) == covered.keys()
@@ -65,7 +65,7 @@ def test_only_the_residue_is_kept_and_returns(model):
 
 
 def test_a_sync_without_a_plan_does_not_define_what_was_not_saved(model):
-    backup = arm(model, "auto", reachable)
+    backup = create_backup(model, "auto", reachable)
     covered = whole(model, "linear.weight", "low")
     publish_coverage(model, covered)
     release_and_resume(model, backup)
@@ -79,9 +79,9 @@ def test_a_sync_without_a_plan_does_not_define_what_was_not_saved(model):
 
 
 def test_a_failed_sync_withdraws_the_coverage_and_is_stale_until_a_good_one(model):
-    backup = arm(model, "auto", reachable)
+    backup = create_backup(model, "auto", reachable)
     publish_coverage(model, whole(model, "linear.weight"))
-    backup.sync.loading(LAYOUT)
+    backup.sync.begin_bucket(LAYOUT)
     backup.sync_failed("a test")
     assert "not complete" in str(backup.stale)
     assert not release_and_resume(model, backup)
@@ -90,7 +90,7 @@ def test_a_failed_sync_withdraws_the_coverage_and_is_stale_until_a_good_one(mode
 
 
 def test_a_refused_release_loses_nothing(model):
-    backup = arm(model, "auto", reachable)
+    backup = create_backup(model, "auto", reachable)
     publish_coverage(model, whole(model, "linear.weight"))
     backup.save(model)
     backup.release_refused()
@@ -100,7 +100,7 @@ def test_a_refused_release_loses_nothing(model):
 
 
 def test_the_copy_stays_while_the_memory_is_released(model):
-    backup = arm(model, "auto", reachable)
+    backup = create_backup(model, "auto", reachable)
     before = contents(collect_destinations(model))
     backup.save(model)
     poison(model)
@@ -112,7 +112,7 @@ def test_the_copy_stays_while_the_memory_is_released(model):
 
 
 def test_off_keeps_nothing_until_a_coverage_is_proven(model):
-    backup = arm(model, "off", reachable)
+    backup = create_backup(model, "off", reachable)
     backup.save(model)
     assert backup.host_bytes == 0
     poison(model)
@@ -125,7 +125,7 @@ def test_off_keeps_nothing_until_a_coverage_is_proven(model):
 
 
 def test_a_storage_that_appears_after_the_proof_is_saved(model):
-    backup = arm(model, "auto", reachable)
+    backup = create_backup(model, "auto", reachable)
     publish_coverage(model, whole(model, "linear.weight", "low"))
     model.low = nn.Parameter(torch.randn(5, 3), requires_grad=False)  # rebound
     model.late = {"new": torch.randn(9)}
@@ -133,7 +133,7 @@ def test_a_storage_that_appears_after_the_proof_is_saved(model):
 
 
 def test_what_is_undefined_goes_with_its_memory(model):
-    backup = arm(model, "auto", reachable)
+    backup = create_backup(model, "auto", reachable)
     publish_coverage(model, whole(model, "linear.weight", "low"))
     release_and_resume(model, backup)
     model.low = nn.Parameter(torch.randn(5, 3), requires_grad=False)
@@ -142,7 +142,7 @@ def test_what_is_undefined_goes_with_its_memory(model):
 
 
 def test_what_a_sync_has_defined_since_is_saved_too_where_no_plan_covers_it_any_more(model):
-    backup = arm(model, "auto", reachable)
+    backup = create_backup(model, "auto", reachable)
     publish_coverage(model, whole(model, "linear.weight", "low"))
     release_and_resume(model, backup)
     model.low.fill_(3)
@@ -154,7 +154,7 @@ def test_what_a_sync_has_defined_since_is_saved_too_where_no_plan_covers_it_any_
 
 @pytest.mark.parametrize("policy", ["auto", "off"])
 def test_nothing_is_defined_where_the_copy_does_not_come_back(model, policy, monkeypatch):
-    backup = arm(model, policy, reachable)
+    backup = create_backup(model, policy, reachable)
     publish_coverage(model, whole(model, "linear.weight"))
     backup.save(model)
     monkeypatch.setattr(SavedBytes, "restore", mock.Mock(side_effect=RuntimeError("no memory")))
@@ -166,7 +166,7 @@ def test_nothing_is_defined_where_the_copy_does_not_come_back(model, policy, mon
 
 
 def test_on_leaves_the_saving_to_sglang(model):
-    backup = arm(model, "on", pytest.fail)
+    backup = create_backup(model, "on", pytest.fail)
     backup.save(model)
     backup.restore()
     assert (backup.stale, backup.host_bytes) == (None, 0)
@@ -174,7 +174,7 @@ def test_on_leaves_the_saving_to_sglang(model):
 
 def test_a_published_coverage_keeps_its_storages_alive(model):
     """Otherwise another tensor could be given an address that is not saved."""
-    arm(model, "auto", reachable)
+    create_backup(model, "auto", reachable)
     publish_coverage(model, whole(model, "linear.weight", "low"))
     storage = StorageWeakRef(model.low.untyped_storage())
     model.low = nn.Parameter(torch.randn(5, 3).to(torch.bfloat16), requires_grad=False)
@@ -214,7 +214,7 @@ def test_any_coverage_any_cycles_the_weights_are_right_after_a_sync(
     covered = {
         f"p{i}": merge((a, min(b, sizes[f"p{i}"])) for a, b in coverage[i]) for i in range(3)
     }
-    backup = arm(model, "auto", reachable)
+    backup = create_backup(model, "auto", reachable)
     overwrite(destinations, covered)
     expected = contents(destinations)
     with pytest.MonkeyPatch.context() as patch:
@@ -228,7 +228,7 @@ def test_any_coverage_any_cycles_the_weights_are_right_after_a_sync(
             for name, data in contents(destinations).items():
                 for start, stop in subtract([(0, len(data))], covered.get(name, ())):
                     assert data[start:stop] == expected[name][start:stop]
-            backup.sync.loading(LAYOUT)
+            backup.sync.begin_bucket(LAYOUT)
             if failed:
                 for i in range(len(destinations.storages) if backup.host_bytes else 0):
                     destinations.memory[i].fill_(7)
@@ -280,7 +280,7 @@ def test_what_no_module_reaches_is_saved_where_the_allocator_tells_of_it(model):
         seen = reachable(found)
         return Allocations(seen.device, tuple(merge([*seen.ranges, span])))
 
-    backup = arm(model, "auto", with_hidden)
+    backup = create_backup(model, "auto", with_hidden)
     publish_coverage(model, whole(model, "linear.weight"))
     expected = hidden.clone()
     backup.save(model)

@@ -31,7 +31,7 @@ class PrefixedNorm(nn.LayerNorm):
         destination[f"{prefix}gamma"] = self.weight
 
 
-def _hand_over(layer):
+def _keep_metrics(layer):
     layer.norm.register_parameter("bias", layer.norm.weight)
     layer.norm.register_parameter("weight", None)
 
@@ -83,7 +83,7 @@ CHANGES = {
     "another submodule": lambda m: m[2].register_module("linear", nn.Linear(4, 4)),
     "one parameter less": lambda m: m[2].norm.register_parameter("weight", None),
     "a buffer more": lambda m: m[2].register_buffer("more", torch.ones(1)),
-    "a tensor under another name": lambda m: _hand_over(m[2]),
+    "a tensor under another name": lambda m: _keep_metrics(m[2]),
     "another class": lambda m: setattr(m[2].norm, "__class__", PrefixedNorm),
     "a buffer that is saved now": lambda m: m[2]._non_persistent_buffers_set.clear(),
     "one layer less": lambda m: m.__delitem__(5),

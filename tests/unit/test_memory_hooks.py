@@ -29,9 +29,9 @@ from sglang_loader.hooks import memory as hooks
 from sglang_loader.hooks import request_gate as gate_hooks
 from sglang_loader.hooks import weights as weight_updater_hooks
 from sglang_loader.hooks.weights import update_on_all_ranks
-from sglang_loader.host_backup import arm, backup_of
+from sglang_loader.host_backup import backup_of, create_backup
 from sglang_loader.load_plan.destinations import collect_destinations
-from sglang_loader.upstream import tell, told
+from sglang_loader.upstream import facts_of, with_facts
 from support.reachable_memory import publish_coverage, reachable
 from unit.released_memory import Residue, overwrite, poison, size_of, whole
 
@@ -90,7 +90,7 @@ def updater_with(**fields):
 def updater(world_of_one, monkeypatch):
     torch.manual_seed(0)
     model = Residue()
-    arm(model, "auto", reachable)
+    create_backup(model, "auto", reachable)
     made = updater_with(
         tp_worker=Worker(model),
         draft_worker=None,
@@ -149,7 +149,7 @@ def update(updater):
 
 def refusal(reply):
     """What travels back, as the other process sees it."""
-    return told(pickle.loads(pickle.dumps(reply))).get("refusal")
+    return facts_of(pickle.loads(pickle.dumps(reply))).get("refusal")
 
 
 @pytest.mark.parametrize("step", ("release", "resume"))
@@ -163,18 +163,18 @@ def test_tags_are_taken_in_the_order_that_was_asked_and_accounted_for(updater, s
     if step == "resume":
         held = backup_of(model_of(updater)).host_bytes
         assert held == size_of(model_of(updater))
-        assert told(reply)["costs"]["weights"]["host_bytes"] == [held]
+        assert facts_of(reply)["costs"]["weights"]["host_bytes"] == [held]
         done.clear()
         reply = resume(updater, *order)
-        assert told(reply)["costs"]["weights"]["host_bytes"] == [0]
+        assert facts_of(reply)["costs"]["weights"]["host_bytes"] == [0]
     assert done == order
-    costs = told(pickle.loads(pickle.dumps(reply)))["costs"]
+    costs = facts_of(pickle.loads(pickle.dumps(reply)))["costs"]
     assert list(costs) == order
     assert {tag: cost["gpu_bytes"] for tag, cost in costs.items()} == {
         tag: [len(tag)] for tag in order
     }
     again = release(updater, "kv_cache") if step == "release" else resume(updater, "kv_cache")
-    assert not told(again), "nothing was to be done"
+    assert not facts_of(again), "nothing was to be done"
 
 
 @pytest.mark.parametrize("step", (release, resume))
@@ -187,7 +187,7 @@ def test_an_unknown_tag_is_refused_and_nothing_is_done(updater, step):
 
 def test_a_backup_that_fails_refuses_the_release(updater):
     fails = Mock(side_effect=RuntimeError("no memory left on the host"))
-    arm(model_of(updater), "auto", fails)
+    create_backup(model_of(updater), "auto", fails)
     assert "no memory left on the host" in refusal(release(updater, "weights"))
     assert updater.offload_tags == set()
 
@@ -239,23 +239,23 @@ def gate(monkeypatch):
 def test_the_gate_is_closed_from_the_release_to_the_end_of_a_good_sync(updater, gate):
     covered_engine(updater)
     good = updater.tp_worker.update
-    assert told(release(updater, "kv_cache", "weights"))["closed"] == gate.reason
+    assert facts_of(release(updater, "kv_cache", "weights"))["closed"] == gate.reason
     assert gate.reason == "the engine's memory is released: kv_cache, weights"
     resume(updater, "weights")
     assert gate.reason == "the engine's memory is released: kv_cache"
     assert update(updater).success
     assert gate.reason == "the engine's memory is released: kv_cache"
-    assert told(resume(updater, "kv_cache"))["closed"] is None
+    assert facts_of(resume(updater, "kv_cache"))["closed"] is None
     assert gate.reason is None
     updater.tp_worker.update = Mock(side_effect=ValueError("no"))
     reply = update(updater)
     assert not reply.success
-    assert told(reply)["closed"] == gate.reason
+    assert facts_of(reply)["closed"] == gate.reason
     assert "the last sync was not complete" in gate.reason
     updater.tp_worker.update = good
     reply = update(updater)
     assert reply.success
-    assert told(reply)["closed"] is None
+    assert facts_of(reply)["closed"] is None
     assert gate.reason is None
 
 
@@ -263,18 +263,18 @@ def test_a_release_or_update_while_requests_run_is_refused_as_busy(updater, gate
     updater.is_fully_idle = lambda **_: False
     updater.tp_worker.update = Mock(side_effect=ValueError("never called"))
     refused = release(updater, "weights")
-    assert "requests are running" in refusal(refused) and told(refused)["is_busy"]
+    assert "requests are running" in refusal(refused) and facts_of(refused)["is_busy"]
     assert (updater.offload_tags, backup_of(model_of(updater)).host_bytes) == (set(), 0)
     assert not caplog.text, "it is asked again within milliseconds"
     reply = pickle.loads(pickle.dumps(update(updater)))
-    assert told(reply)["is_busy"]
+    assert facts_of(reply)["is_busy"]
     assert not reply.success
     assert "requests are running" in reply.message
-    assert gate.reason is told(reply)["closed"] is None
+    assert gate.reason is facts_of(reply)["closed"] is None
     updater.is_fully_idle, updater.tp_worker.update = lambda **_: True, lambda: None
     reply = update(updater)
     assert reply.success
-    assert not told(reply)["is_busy"]
+    assert not facts_of(reply)["is_busy"]
 
 
 def test_weights_that_came_back_whole_may_be_served_without_a_sync(updater, gate):
@@ -320,11 +320,11 @@ class Manager:
 @pytest.mark.parametrize("hook", (http_hooks.release_or_raise, http_hooks.resume_or_raise))
 def test_a_refusal_is_raised_where_the_request_came_in(hook):
     good = ReleaseMemoryOccupationReqOutput()
-    bad = tell(ReleaseMemoryOccupationReqOutput(), refusal="TP rank 1: no")
+    bad = with_facts(ReleaseMemoryOccupationReqOutput(), refusal="TP rank 1: no")
     asyncio.run(hook(None, Manager(good, good), "request"))
     with pytest.raises(http_hooks.MemoryRequestRefused, match="TP rank 1: no"):
         asyncio.run(hook(None, Manager(good, bad), "request"))
-    told = tell(ReleaseMemoryOccupationReqOutput(), costs={"weights": {"seconds": [0.25]}})
+    told = with_facts(ReleaseMemoryOccupationReqOutput(), costs={"weights": {"seconds": [0.25]}})
     costs = asyncio.run(hook(None, Manager(told, told), "request"))
     assert costs == {"weights": {"seconds": [0.25, 0.25]}}, "of all groups of ranks"
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.layout import BucketLayout, decode_arrangements, digest_of, encode_layout
-from sglang_loader.common.regions.arrangement import end_of
+from sglang_loader.common.regions.arrangement import arranged_nbytes
 from sglang_loader.common.session.messages import SessionError
 from sglang_loader.load_plan.arrange import ALL_WHOLE, arrange
 from sglang_loader.session.model_loader import MAX_RECORDINGS, loader_of
@@ -292,7 +292,7 @@ def test_an_arranged_sync_is_the_same_sync():
     assert loader.plan is None
     assert loader.arranged is loader.arrange() is ALL_WHOLE
     sync_halves(loader, 1.0)
-    assert [end_of(a) for a in arrangements_of(loader)] == [1024, 1024]
+    assert [arranged_nbytes(a) for a in arrangements_of(loader)] == [1024, 1024]
     calls = model.calls
     for value, sync_by in ((2.0, sync_arranged), (3.0, sync_halves), (4.0, sync_arranged)):
         outcome = sync_by(loader, value)
@@ -321,9 +321,10 @@ def test_whole_buckets_are_wanted_where_an_arranged_one_would_load_otherwise(
     loader, caplog, monkeypatch
 ):
     def misplaced(plan):
-        arrangement, rebased = arrange(plan)
-        copies = [replace(copy, src=copy.src + 8) for copy in rebased.copies[:-1]]
-        return arrangement, replace(rebased, copies=(*copies, rebased.copies[-1]))
+        arranged = arrange(plan)
+        *others, last = arranged.plan.copies
+        copies = *(replace(copy, src=copy.src + 8) for copy in others), last
+        return arranged._replace(plan=replace(arranged.plan, copies=copies))
 
     monkeypatch.setattr("sglang_loader.load_plan.arrange.arrange", misplaced)
     assert loader.arrange() is ALL_WHOLE

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sglang_loader.common.layout import BucketLayout, BucketTensor
 from sglang_loader.common.regions.compose import ByteMap
-from sglang_loader.session.state import MappedMemory
+from sglang_loader.session.mapped_memory import MappedMemory
 from unit import route_ranks
 from unit.route_ranks import TP, Rank
 from verl_sglang_sync.engine.session import EngineCannotMap

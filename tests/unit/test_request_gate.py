@@ -25,7 +25,7 @@ from sglang_loader.common.session.messages import SESSION_FORMAT
 from sglang_loader.hooks import http as http_hooks
 from sglang_loader.hooks import request_gate as gate_hooks
 from sglang_loader.hooks.request_gate import RequestGate
-from sglang_loader.upstream import tell
+from sglang_loader.upstream import with_facts
 from support.messages import message
 
 REASON = "the engine's memory is released: kv_cache"
@@ -207,7 +207,7 @@ def test_why_the_gate_is_closed(monkeypatch, tags, stale, graphs, reason):
 
 
 def reply(**told):
-    return tell(SimpleNamespace(success=True), **told)
+    return with_facts(SimpleNamespace(success=True), **told)
 
 
 class Manager:
@@ -266,9 +266,9 @@ def test_the_gate_is_what_the_engine_last_said_of_it(replies, is_closed):
         manager = Manager([])
         lock = http_hooks.update_lock_of(manager)
         assert http_hooks.update_lock_of(manager) is lock
-        lock.is_closed = before
+        lock.is_gate_closed = before
         http_hooks.note_gate(manager, replies)
-        assert lock.is_closed == (before if is_closed is None else is_closed)
+        assert lock.is_gate_closed == (before if is_closed is None else is_closed)
 
 
 BUSY, GOOD = [reply(closed=None, is_busy=True)], [reply(closed=None, is_busy=False)]

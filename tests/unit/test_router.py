@@ -12,7 +12,7 @@ from support.router import Router, serving
 from verl_sglang_sync.engine.server_client import RouterError, client, router
 from verl_sglang_sync.engine.server_client.operations import checked_base_url, server_url
 from verl_sglang_sync.engine.server_client.router import RouterClient, Worker
-from verl_sglang_sync.verl.router_guard import Watch, start_guard
+from verl_sglang_sync.verl.router_guard import GuardedWorker, start_guard
 
 SERVER = "http://10.0.0.1:30000"
 SERVER6 = "http://[fd00::1]:30000"
@@ -114,7 +114,9 @@ def test_no_router_there():
 
 def test_a_guard_that_finds_no_router_says_so(capfd):
     worker = Worker(SERVER, "some-id")
-    start_guard(Watch(router_url="http://127.0.0.1:9", router_api_key=None, worker=worker)).close()
+    start_guard(
+        GuardedWorker(router_url="http://127.0.0.1:9", router_api_key=None, worker=worker)
+    ).close()
     told, deadline = "", time.monotonic() + 20
     while f"the router http://127.0.0.1:9 did not let the server {SERVER} go" not in told:
         assert time.monotonic() < deadline, told

@@ -170,7 +170,7 @@ HELLO = {"buffers": [], "arrangements": ""}
 def invited():
     """A trainer's session, the engine's end of its socket, and the token to begin with."""
     with TrainerSession(SessionSockets(), SETTINGS, BlockNames()) as session:
-        descriptor = wire.decode_descriptor(session.invitation)
+        descriptor = wire.decode_descriptor(session.descriptor)
         with engine_end(descriptor.endpoint) as engine:
             yield session, engine, descriptor.token
 

@@ -10,7 +10,6 @@ import torch
 from sglang_loader.common.session.messages import BucketPiece, decode_descriptor, encode_pieces
 from sglang_loader.common.shared_memory import CpuHandle
 from sglang_loader.session import serve as session
-from sglang_loader.session import state as session_state
 from support.settings import settings_of
 from unit.serving_engine import ByName
 from verl_sglang_sync.engine.arrangements import EngineArrangements
@@ -57,7 +56,7 @@ def event(monkeypatch):
     """An engine that launches without waiting, as on a GPU."""
     event = Event()
 
-    class InFlight(session_state.InFlight):
+    class InFlight(session.InFlight):
         def add(self, index, *, on_current_stream):
             self._launched.append((index, event))
 
@@ -75,7 +74,7 @@ class Engine(threading.Thread):
     """Serves the one session; keeps what it raised.
 
     Args:
-        invitation: the trainer's.
+        encoded: the trainer's descriptor.
         model: to be loaded.
         others: what went wrong on other TP ranks.
         after_join: as for `serve_session`; `after_load` likewise.
@@ -86,11 +85,9 @@ class Engine(threading.Thread):
         has_served: the session ended well on this rank.
     """
 
-    def __init__(
-        self, invitation, model, others=(), after_join=lambda: None, after_load=lambda: None
-    ):
+    def __init__(self, encoded, model, others=(), after_join=lambda: None, after_load=lambda: None):
         super().__init__()
-        self._descriptor, self.model = decode_descriptor(invitation), model
+        self._descriptor, self.model = decode_descriptor(encoded), model
         self._others = others
         self._steps = session.SessionSteps(
             after_join=after_join, before_loading=self.begin, after_load=after_load
@@ -119,7 +116,7 @@ def trainer():
 
 def joined(trainer, model=None, **options):
     """An engine that serves the model, or one of all weights, and has met the trainer."""
-    engine = Engine(trainer.invitation, model or model_of(WEIGHTS), **options)
+    engine = Engine(trainer.descriptor, model or model_of(WEIGHTS), **options)
     engine.start()
     meet(trainer)
     return engine
@@ -270,7 +267,7 @@ def test_what_failed_on_another_tp_rank_is_heard_after_the_commit(event, trainer
 
 def test_what_must_be_done_before_ends_the_session_before_the_first_byte(event, trainer, ring):
     refuse = refusing("requests are running")
-    engine = Engine(trainer.invitation, model_of(WEIGHTS), after_join=refuse)
+    engine = Engine(trainer.descriptor, model_of(WEIGHTS), after_join=refuse)
     engine.start()
     engine.join()  # the trainer greets too late: what was said is heard all the same
     with pytest.raises(EngineFailed, match="requests are running"):
@@ -297,7 +294,7 @@ def test_a_request_that_arrives_twice_is_refused_at_once_the_second_time(event, 
             check_not_served(engine, "not mapped")
             assert not engine.has_begun
     started = time.monotonic()
-    again = Engine(trainer.invitation, model)
+    again = Engine(trainer.descriptor, model)
     again.start()
     check_not_served(again, "the same request has come before: it is not executed again")
     assert time.monotonic() - started < 1

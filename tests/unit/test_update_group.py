@@ -121,7 +121,7 @@ def form(*engines, timeout_s=LIMIT_S):
     ]
     with pytest.raises(UpdateGroupError, match="was not formed: ") as error:
         groups.with_replicas(replicas)
-    assert len(groups.left) == 1, "the engines are told to leave it at the next sync"
+    assert len(groups.abandoned) == 1, "the engines are told to leave it at the next sync"
     return str(error.value).partition(" was not formed: ")[2]
 
 

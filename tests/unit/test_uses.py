@@ -96,7 +96,7 @@ def bind_at_first(model, weights):
 )
 def test_what_becomes_of_every_tensor_is_seen(load, times, uses_plan):
     loader, model = loaded(load, times=times, uses_plan=uses_plan)
-    assert view_of(loader.uses).idle == frozenset()
+    assert view_of(loader.uses).unused == frozenset()
     assert [uses.problem for uses in loader.uses] == [None]
     assert missing_of(loader, model) == ((), ())
 
@@ -140,7 +140,7 @@ def test_a_tensor_that_nothing_reads_is_idle_and_its_parameter_missing():
         copy_all(model, ((name, tensor) for name, tensor in weights if name != "b"))
 
     loader, model = loaded(load)
-    assert view_of(loader.uses).idle == frozenset({"b"})
+    assert view_of(loader.uses).unused == frozenset({"b"})
     assert missing_of(loader, model) == ((), ("b (engine)",))
 
 

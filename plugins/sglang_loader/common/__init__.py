@@ -1,4 +1,3 @@
-"""What both sides share: numbers and messages.
-
-Imports no verl, and of SGLang only how it forms a process group.
+"""Code of both sides, trainer and engine. Imports no verl, and of SGLang only how it forms a
+process group.
 """

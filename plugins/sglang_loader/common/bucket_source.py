@@ -1,16 +1,16 @@
-"""Where the bytes of a bucket are: one flat buffer, or pieces of the trainer's own memory.
+"""Where the bytes of a bucket are: in one flat buffer, or in pieces of the trainer's own memory.
 
-A layout gives every tensor an offset, as if the bucket were one buffer. Where the trainer's tensors
-are read in place, a `BucketMap` says which bytes of which memory stand behind those of that buffer,
-and a `BucketSource` which memory that is:
+A layout gives every tensor an offset, as if the bucket were one buffer. If the trainer's tensors
+are read in place, a `BucketMap` maps the bytes of that buffer to bytes of numbered memories, and a
+`BucketSource` has these memories:
 
     bucket_map = BucketMap([Piece.flat(0, 0, 4096), Piece.flat(4096, 1, 512)])
     source = BucketSource(bucket_map, [mapped, other])
     for copy, number in bucket_map.copies(bucket_copy): ...
 
-Parameters that are offloaded come back in other memory, but lie there as before: another source,
-the same map. A piece may end within a tensor, where a shard does; or a tensor's bytes are spread
-over shards, as those of a row-parallel weight are.
+Parameters that were offloaded come back in other memory with the same layout: another source, the
+same map. A piece may end within a tensor, where a shard ends; or a tensor's bytes are spread over
+shards, like those of a row-parallel weight.
 """
 
 from __future__ import annotations
@@ -29,19 +29,17 @@ from sglang_loader.common.regions.compose import ByteMap, shard_copies
 from sglang_loader.common.regions.geometry import StridedCopy, split_copy
 
 CopyFrom: TypeAlias = tuple[StridedCopy, int]
-"""A copy whose `src` counts in the memory of this number."""
+"""A copy, and the number of the memory in which its `src` is an offset."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Consecutive bytes of a bucket: a strided set of bytes of one shard, or of several (those of a
-    parameter).
+    """Consecutive bytes of a bucket that are a strided set of bytes of a parameter's shards.
 
     Attributes:
-        start: of the first byte in the bucket's layout.
-        shards: number of the memory, first byte in it, and length in bytes; of several, none is
-            empty.
-        bytes: where the bytes are in the shards put one behind the other.
+        start: offset of the first byte in the bucket's layout.
+        shards: `(memory number, offset, length)` in bytes; of several, none is empty.
+        bytes: the bytes' places in the concatenated shards.
     """
 
     start: int
@@ -50,25 +48,27 @@ class Piece:
 
     @classmethod
     def flat(cls, start: int, number: int, nbytes: int) -> Piece:
-        """The first bytes of one memory."""
+        """A piece that is the first bytes of one memory."""
         return cls(start, ((number, 0, nbytes),), ByteMap(0, ((nbytes, 1),)))
 
     @property
     def nbytes(self) -> int:
-        """Of the bucket."""
+        """Bytes of the bucket."""
         return self.bytes.nbytes
 
     @property
     def is_within(self) -> bool:
-        """True if the bytes, which begin behind no other and go forward, are in the shards."""
+        """True if all bytes are in the shards; no offset or stride is negative."""
         reach = self.bytes.offset + sum((count - 1) * stride for count, stride in self.bytes.dims)
         return reach < sum(nbytes for _, _, nbytes in self.shards)
 
     def copies(self, copy: StridedCopy) -> Iterator[CopyFrom]:
-        """A copy out of the piece, `src` counting from its first byte; ValueError is raised where a
-        unit of it is parted by the end of a shard.
+        """Copies from the memories for a copy whose `src` is an offset in the piece.
+
+        Raises:
+            ValueError: a shard ends within a unit of the copy.
         """
-        if self.bytes.is_dense and len(self.shards) == 1:  # most are: without a detour by shards
+        if self.bytes.is_dense and len(self.shards) == 1:  # most are: faster than `shard_copies`
             ((number, offset, _),) = self.shards
             yield replace(copy, src=offset + self.bytes.offset + copy.src), number
             return
@@ -81,8 +81,8 @@ class Piece:
 
 
 class BucketMap:
-    """Pieces of one bucket, by ascending `start`. Two of the same pieces are not equal: what is
-    found out of one is kept for as long as it lives.
+    """Pieces of one bucket, by ascending `start`. Compared by identity: it is the key of what is
+    computed from it, for as long as it lives.
 
     Raises:
         ValueError: pieces overlap, or are out of order.
@@ -100,8 +100,10 @@ class BucketMap:
         self._starts = [piece.start for piece in pieces]
 
     def copies(self, copy: StridedCopy) -> Iterator[CopyFrom]:
-        """A copy out of the bucket as copies out of the memory behind it; ValueError is raised
-        where some of that is in no piece.
+        """Copies from the memories for a copy from the bucket.
+
+        Raises:
+            ValueError: some of its bytes are in no piece.
         """
         for part in split_copy(copy, self._starts):
             start, stop = part.src_bounds()
@@ -112,10 +114,13 @@ class BucketMap:
 
 
 class BucketSource:
-    """The memory behind one bucket, which lives as long as this does: copies are bound to it.
+    """The memories in which one bucket lies; copies that are bound to them hold this object.
 
     Args:
-        memories: by the map's numbers, each flat contiguous uint8; else ValueError is raised.
+        memories: by the map's numbers, each flat contiguous uint8.
+
+    Raises:
+        ValueError: a memory is anything else.
     """
 
     def __init__(self, bucket_map: BucketMap, memories: Sequence[torch.Tensor]) -> None:
@@ -126,13 +131,13 @@ class BucketSource:
 
     @classmethod
     def flat(cls, buffer: torch.Tensor) -> BucketSource:
-        """All of a bucket in one buffer: flat contiguous uint8."""
+        """The source of a bucket in one buffer, flat contiguous uint8."""
         check_buffer(buffer, 0)
         return cls(BucketMap([Piece.flat(0, 0, buffer.numel())]), [buffer])
 
     @property
     def device(self) -> torch.device:
-        """Of its first memory; a CPU where there is none."""
+        """The device of its first memory; the CPU if there is none."""
         return self.memories[0].device if self.memories else torch.device("cpu")
 
     def packed(self, layout: BucketLayout) -> torch.Tensor:

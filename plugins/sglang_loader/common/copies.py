@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from sglang_loader.common.regions.arrangement import Arrangement, end_of
+from sglang_loader.common.regions.arrangement import Arrangement, arranged_nbytes
 from sglang_loader.common.regions.geometry import StridedCopy
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -16,9 +16,14 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 def copy_views(
     copy: StridedCopy, buffer: torch.Tensor, base: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The destination and source of one copy as tensors of the widest word that fits both sides:
-    from `buffer` to `base`, both flat uint8, `base` at the beginning of its storage. ValueError is
-    raised where elements that are cast do not lie at multiples of their size.
+    """The destination and source of one copy as tensors of the widest word that fits both sides.
+
+    Args:
+        buffer: flat uint8, which the copy reads.
+        base: flat uint8 at the beginning of its storage, which the copy writes.
+
+    Raises:
+        ValueError: elements that are cast are not aligned to their size.
     """
     src_start, dst_start = int(buffer.storage_offset()) + copy.src, copy.dst
     counts = [count for count, _, _ in copy.dims]
@@ -42,7 +47,7 @@ def copy_views(
 def _strided(
     base: torch.Tensor, dtype: torch.dtype, start: int, shape: tuple[int, ...], strides: list[int]
 ) -> torch.Tensor:
-    """A view of `base`'s storage; `start` and `strides` but for the innermost, 1, in bytes."""
+    """A view of `base`'s storage; `start` and `strides` in bytes, without the innermost stride."""
     size = dtype.itemsize
     if any(number % size for number in (start, *strides)):
         raise ValueError(f"{dtype} at byte {start}, at distances of {strides} bytes")
@@ -57,14 +62,20 @@ def synchronize(device: torch.device) -> None:
         torch.get_device_module(device).current_stream(device).synchronize()
 
 
+def synchronize_device(device: torch.device) -> None:
+    """Wait for everything that runs on `device`; nothing to do on a CPU."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+
+
 @torch.no_grad()
 def gather_reads(
     arrangement: Arrangement, tensors: Sequence[torch.Tensor], device: torch.device
 ) -> torch.Tensor:
-    """The arranged buffer of a bucket's tensors; zero where nothing is read. Made as simply as it
-    can be, and not by the code that is checked with it.
+    """The arranged buffer of a bucket's tensors; zero where nothing is read. It does not share code
+    with what it is used to check.
     """
-    arranged = torch.zeros(end_of(arrangement), dtype=torch.uint8, device=device)
+    arranged = torch.zeros(arranged_nbytes(arrangement), dtype=torch.uint8, device=device)
     for read in arrangement:
         if read.nbytes:
             data = tensors[read.tensor].contiguous().reshape(-1).view(torch.uint8)

@@ -5,9 +5,9 @@ gives; a strided copy is a launch of its own. Here the copies of a bucket are cu
 to `TILE_WORDS` 64-bit words, each a part of a row or a few rows, and one launch moves them all
 (`fused_copies` makes the tables of them).
 
-Where sources lie on several GPUs, the tiles of all of them are mixed: each reader then reads from
-all of them at any time, and no GPU has to serve all readers at once while the others serve none.
-Measured, in `benchmarks/results/`: `copy_kernels`, beside torch's own ways, and `many_readers`.
+If sources lie on several GPUs, their tiles are interleaved: each reader then reads from all of them
+at any time, and no GPU has to serve all readers at once while the others serve none. Measured in
+`benchmarks/results/`: `copy_kernels` (beside torch's own copies) and `many_readers`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Rows:
 
 
 def num_tiles(rows: Rows) -> int:
-    """Programs that the kernel needs: parts of a long row, or groups of short ones."""
+    """Number of tiles: each is a part of a long row, or a group of short rows."""
     if rows.run >= TILE_WORDS:
         return rows.rows * -(-rows.run // TILE_WORDS)
     return -(-rows.rows // (TILE_WORDS // rows.run))
@@ -60,8 +60,8 @@ def rows_between(
     src_strides: Sequence[int],
     dst_strides: Sequence[int],
 ) -> Iterator[Rows]:
-    """One copy as sets of rows at one distance: addresses in bytes, shape and strides in words, the
-    innermost of which is 1; pure.
+    """One copy as sets of evenly spaced rows: addresses in bytes, shape and strides in words, with
+    an innermost stride of 1.
     """
     size = WORD.itemsize
     if len(shape) == 1:
@@ -76,8 +76,8 @@ def rows_between(
 
 
 def tile_table(nums_tiles: Sequence[int]) -> npt.NDArray[np.int32]:
-    """(entry, part of it) of every tile, given how many each entry has: one program of a kernel
-    takes one; pure.
+    """`(entry, part of the entry)` of every tile, given the number of tiles of each entry. Each
+    program of a kernel takes one tile.
     """
     counts = np.array(nums_tiles, dtype=np.int64)
     numbers = np.repeat(np.arange(len(counts)), counts)
@@ -85,45 +85,41 @@ def tile_table(nums_tiles: Sequence[int]) -> npt.NDArray[np.int32]:
     return np.stack([numbers, parts], axis=1).astype(np.int32)
 
 
-def mixed(gpus: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The order in which items are to be read, given the number of the GPU on which each lies: the
-    items of each GPU are spread evenly over the whole, and stay in their order; pure.
+def interleaved_order(gpus: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """An order of items that spreads the items of each GPU evenly over the whole, given the number
+    of each item's GPU. The items of one GPU stay in their order.
     """
     numbers = np.asarray(gpus, dtype=np.int64)
-    when = np.empty(len(numbers))
+    position = np.empty(len(numbers))  # from 0 to 1
     for gpu in np.unique(numbers):
         (items,) = np.nonzero(numbers == gpu)
-        when[items] = (np.arange(len(items)) + 0.5) / len(items)
-    return np.argsort(when, kind="stable")
-
-
-def row_table(entries: Sequence[Rows]) -> npt.NDArray[np.int64]:
-    """[n, 6], the fields of `Rows`; pure."""
-    fields = [(r.src, r.dst, r.src_stride, r.dst_stride, r.run, r.rows) for r in entries]
-    return np.array(fields, dtype=np.int64).reshape(-1, 6)
+        position[items] = (np.arange(len(items)) + 0.5) / len(items)
+    return np.argsort(position, kind="stable")
 
 
 def tables_of(entries: Sequence[Rows]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-    """What a kernel takes of rows: their `row_table`, and its `tile_table`; pure."""
-    return row_table(entries), tile_table([num_tiles(rows) for rows in entries])
+    """The fields of rows, of shape `[n, 6]`, and their `tile_table`."""
+    fields = [(r.src, r.dst, r.src_stride, r.dst_stride, r.run, r.rows) for r in entries]
+    tiles = tile_table([num_tiles(rows) for rows in entries])
+    return np.array(fields, dtype=np.int64).reshape(-1, 6), tiles
 
 
 def launch(tiles: torch.Tensor, entries: torch.Tensor) -> None:
-    """Run the kernel on the current stream; `tile_table` and `row_table` are on the device."""
+    """Run the kernel on the current stream; the `tables_of` the rows are on the device."""
     if len(tiles):
         _copy_tiles[(len(tiles),)](tiles, entries, TILE=TILE_WORDS, num_warps=8)
 
 
-def in_mixed_order(
+def interleave_tiles(
     tiles: npt.NDArray[np.int32], gpus: Sequence[int] | npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int32]:
-    """A `tile_table`, given a number of the GPU on which each entry's source lies; pure."""
-    return tiles[mixed(np.asarray(gpus)[tiles[:, 0]])]
+    """A `tile_table` in `interleaved_order`, given the number of the GPU of each entry's source."""
+    return tiles[interleaved_order(np.asarray(gpus)[tiles[:, 0]])]
 
 
 @cache
 def is_available(device: torch.device) -> bool:
-    """True if the kernel works there; tried once, since Triton compiles it with what it finds."""
+    """True if the kernel compiles and works on `device`; tried once."""
     if triton is None or device.type != "cuda":
         return False
     try:

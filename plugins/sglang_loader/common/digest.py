@@ -2,11 +2,11 @@
 
     digests(storages)        # int64 [n, 2]; on a GPU one launch reads each word of all once
 
-A storage is its 64-bit words and, after them, an end: the up to 7 bytes that are left, with their
-number in the top byte. Each of two lanes mixes every word with its place, so that any bit of either
-changes about half of the result, and adds the results modulo 2**64. Sums need no order: parts of a
-storage are added as they come, by the Triton kernel or by torch's operators, to the same digest.
-For each lane the mixing is one-to-one: it never misses the change of a single word.
+A storage is taken as its 64-bit words and a last word: the up to 7 remaining bytes, with their
+number in the top byte. Each of two lanes mixes every word with its position, so that any bit of
+either changes about half of the result, and adds the results modulo 2**64. Sums do not depend on
+the order, so the Triton kernel and torch's operators give the same digest. In each lane the mixing
+is one-to-one: it never misses the change of a single word.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ except ImportError:  # torch for CPUs comes without it
 logger = logging.getLogger(__name__)
 
 PART_WORDS = 64 << 10
-"""Of one program of the kernel; more, and few storages keep few multiprocessors busy."""
+"""Words of one program of the kernel. With more, few storages would use few multiprocessors."""
 BLOCK_WORDS = 1024
 NUM_WARPS = 4
 CHUNK_WORDS = 1 << 20
-"""Of one run of torch's operators, whose temporaries are a few times as large."""
+"""Words of one run of torch's operators, whose temporaries are a few times as large."""
 # Odd and below 2**63: the multipliers of xorshift64*, of Evensen's moremur, of MurmurHash3 and PCG.
 _FACTORS = {
     "PLACE": 0x2545F4914F6CDD1D,
@@ -44,13 +44,13 @@ _FACTORS = {
 
 
 def tensor_digest(tensor: torch.Tensor) -> torch.Tensor:
-    """Of one tensor's elements: int64 of shape `[2]` on its device; not waited for."""
+    """The digest of one tensor's elements: int64 of shape `[2]` on its device; asynchronous."""
     return digests([tensor.detach().contiguous().reshape(-1).view(torch.uint8)])[0]
 
 
 def digests(storages: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The digest of each of some flat contiguous uint8 tensors, at least one, all on one device:
-    int64 `[n, 2]` there; not waited for.
+    """The digests of flat contiguous uint8 tensors, at least one, on one device: int64 `[n, 2]` on
+    that device; asynchronous.
     """
     aligned = [
         data.clone() if data.data_ptr() % 8 or data.storage_offset() % 8 else data
@@ -62,7 +62,7 @@ def digests(storages: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _by_torch(data: torch.Tensor) -> torch.Tensor:
-    """Of one storage, a chunk at a time."""
+    """The digest of one storage, a chunk at a time."""
     num_words, rest = divmod(data.numel(), 8)
     total = torch.zeros(2, dtype=torch.int64, device=data.device)
     for start in range(0, num_words + 1, CHUNK_WORDS):
@@ -77,7 +77,7 @@ def _by_torch(data: torch.Tensor) -> torch.Tensor:
 
 
 def _lane_sums(words: torch.Tensor, start: int) -> torch.Tensor:
-    """What int64 words from place `start` on add to the two lanes."""
+    """The sums that int64 words from position `start` on add to the two lanes."""
     factor, *factors = _FACTORS.values()
     keys = torch.arange(start, start + len(words), device=words.device).mul_(factor)
     lanes = torch.stack([words ^ keys, words + keys])
@@ -91,7 +91,7 @@ def _lane_sums(words: torch.Tensor, start: int) -> torch.Tensor:
 
 
 def _by_kernel(storages: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Of all storages, which begin at multiples of 8 bytes, in one launch."""
+    """The digests of all storages, which are aligned to 8 bytes, in one launch."""
     device = storages[0].device
     places = [(data.data_ptr(), data.numel()) for data in storages]
     parts = tile_table([nbytes // 8 // PART_WORDS + 1 for _, nbytes in places])
@@ -112,7 +112,7 @@ def _by_kernel(storages: Sequence[torch.Tensor]) -> torch.Tensor:
 
 @cache
 def _kernel_works(device: torch.device) -> bool:
-    """True if the kernel finds there what torch does; tried once."""
+    """True if the kernel and torch give the same digest on `device`; tried once."""
     if triton is None or device.type != "cuda":
         return False
     try:

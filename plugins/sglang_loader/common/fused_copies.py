@@ -1,12 +1,12 @@
-"""Many strided copies between memories, in a few launches, time and again.
+"""Many strided copies between memories, in a few launches, to be repeated in every sync.
 
     copies = FusedCopies([(copy, number), ...])           # `copy` reads the memory of this number
     for launch in copies.between(memories, targets, device):    # and writes `targets[copy.storage]`
         launch()                                          # asynchronous on a GPU
 
-What is of whole words is copied by the kernel of `copy_kernel`, the rest by torch, which fuses what
-it can. That is found once; where the memory is another, only its addresses are new. Where memories
-lie on several GPUs, all of them are read from at a time, see `copy_kernel`.
+Copies of whole words are done by the kernel of `copy_kernel`, the others by torch's fused copies.
+They are divided once; for other memories only the addresses change. If memories lie on several
+GPUs, all of these are read at the same time, see `copy_kernel`.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from sglang_loader.common.bucket_source import CopyFrom
 from sglang_loader.common.copies import copy_views
 from sglang_loader.common.copy_kernel import (
     WORD,
-    in_mixed_order,
+    interleave_tiles,
+    interleaved_order,
     is_available,
     launch,
-    mixed,
     rows_between,
     tables_of,
 )
-from sglang_loader.common.shared_memory import peer_of
+from sglang_loader.common.shared_memory import peer_gpu_of
 
 
 class FusedCopies:
-    """See the module. No byte is written twice."""
+    """See the module. No two copies may write the same byte."""
 
     def __init__(self, copies: Sequence[CopyFrom]) -> None:
         self._targets = {copy.storage for copy, _ in copies}
@@ -50,47 +50,47 @@ class FusedCopies:
         targets: Sequence[torch.Tensor],
         device: torch.device,
     ) -> list[Callable[[], object]]:
-        """The launches, which do not keep what the kernel reads and writes alive.
+        """The launches. They do not keep `memories` and `targets` alive.
 
         Args:
-            memories: flat contiguous uint8; only those that are read are looked at.
+            memories: flat contiguous uint8; those that no copy reads are ignored.
             targets: flat uint8, each at the beginning of its storage.
             device: on which the kernel runs.
         """
         memories = [memories[number] for number in self._numbers]
-        _, gpus = np.unique([peer_of(memory) or "" for memory in memories], return_inverse=True)
+        _, gpus = np.unique([peer_gpu_of(memory) or "" for memory in memories], return_inverse=True)
 
-        def takes(tensor: torch.Tensor) -> bool:
+        def is_for_kernel(tensor: torch.Tensor) -> bool:
             return tensor.device == device and tensor.data_ptr() % WORD.itemsize == 0
 
-        found: list[Callable[[], object]] = []
-        left: Sequence[CopyFrom] = self._copies
+        launches: list[Callable[[], object]] = []
+        others: Sequence[CopyFrom] = self._copies
         with torch.inference_mode(False), torch.no_grad():
             if is_available(device):
-                to = frozenset(number for number in self._targets if takes(targets[number]))
-                of = frozenset(i for i, memory in enumerate(memories) if takes(memory))
-                words, left = self._divide(to, of)
+                target = frozenset(i for i in self._targets if is_for_kernel(targets[i]))
+                source = frozenset(i for i, memory in enumerate(memories) if is_for_kernel(memory))
+                words, others = self._divide(target, source)
                 if len(words.rows):
-                    found.append(words.between(memories, targets, gpus, device))
+                    launches.append(words.between(memories, targets, gpus, device))
             groups: dict[object, tuple[list[torch.Tensor], list[torch.Tensor], list[int]]] = {}
-            for copy, number in left:
-                target, origin = copy_views(copy, memories[number], targets[copy.storage])
+            for copy, number in others:
+                dst, src = copy_views(copy, memories[number], targets[copy.storage])
                 # torch's fused kernel takes a group only if all of it is dense.
-                key = (target.dtype, origin.dtype, not copy.dims, target.device, origin.device)
-                into, out_of, on = groups.setdefault(key, ([], [], []))
-                into.append(target)
-                out_of.append(origin)
-                on.append(int(gpus[number]))
-            for into, out_of, on in groups.values():
-                order = mixed(on)
-                ordered = [into[i] for i in order], [out_of[i] for i in order]
-                found.append(partial(torch._foreach_copy_, *ordered))
-        return found
+                key = (dst.dtype, src.dtype, not copy.dims, dst.device, src.device)
+                dsts, srcs, src_gpus = groups.setdefault(key, ([], [], []))
+                dsts.append(dst)
+                srcs.append(src)
+                src_gpus.append(int(gpus[number]))
+            for dsts, srcs, src_gpus in groups.values():
+                order = interleaved_order(src_gpus)
+                ordered = [dsts[i] for i in order], [srcs[i] for i in order]
+                launches.append(partial(torch._foreach_copy_, *ordered))
+        return launches
 
     def _divide(
         self, targets: frozenset[int], memories: frozenset[int]
     ) -> tuple[_WordCopies, list[CopyFrom]]:
-        """Those that the kernel takes, between these, and the others."""
+        """The copies of whole words from these memories to these targets, and the other copies."""
         key = targets, memories
         if key not in self._divided:
             words: list[CopyFrom] = []
@@ -106,7 +106,7 @@ class FusedCopies:
 
 
 class _WordCopies:
-    """Copies for the kernel: rows whose addresses count in a memory and a target, by number."""
+    """Copies for the kernel: rows whose addresses are offsets in numbered memories and targets."""
 
     def __init__(self, copies: Sequence[CopyFrom]) -> None:
         entries, places = [], []
@@ -114,15 +114,15 @@ class _WordCopies:
             shape = *(count for count, _, _ in copy.dims), copy.run // WORD.itemsize
             src = *(src // WORD.itemsize for _, src, _ in copy.dims), 1
             dst = *(dst // WORD.itemsize for _, _, dst in copy.dims), 1
-            found = list(rows_between(copy.src, copy.dst, shape, src, dst)) if copy.run else []
-            entries += found
-            places += [(number, copy.storage)] * len(found)
+            rows = list(rows_between(copy.src, copy.dst, shape, src, dst)) if copy.run else []
+            entries += rows
+            places += [(number, copy.storage)] * len(rows)
         self.rows, self._tiles = tables_of(entries)
         self._numbers, self._targets = np.array(places, dtype=np.int64).reshape(-1, 2).T
-        # By GPU of each memory: the tiles on the device, in the order for these GPUs; and by
-        # addresses the rows: to bring either there waits for what the stream has still to do.
-        self._tiles_there: tuple[list[int], torch.Tensor] | None = None
-        self._rows_there: tuple[list[int], torch.Tensor] | None = None
+        # Kept on the device, since an upload waits for the stream: the tiles with the GPUs that
+        # they were ordered for, and the rows with their addresses.
+        self._device_tiles: tuple[list[int], torch.Tensor] | None = None
+        self._device_rows: tuple[list[int], torch.Tensor] | None = None
 
     def between(
         self,
@@ -131,15 +131,15 @@ class _WordCopies:
         gpus: npt.NDArray[np.int64],
         device: torch.device,
     ) -> Callable[[], object]:
-        """See `FusedCopies`; `gpus`: by memory, a number of the GPU on which it lies."""
+        """The launch; `gpus`: for each memory the number of its GPU."""
         read_from = gpus.tolist()
-        if self._tiles_there is None or self._tiles_there[0] != read_from:
-            tiles = in_mixed_order(self._tiles, gpus[self._numbers])
-            self._tiles_there = read_from, torch.from_numpy(tiles).to(device)
+        if self._device_tiles is None or self._device_tiles[0] != read_from:
+            tiles = interleave_tiles(self._tiles, gpus[self._numbers])
+            self._device_tiles = read_from, torch.from_numpy(tiles).to(device)
         addresses = [tensor.data_ptr() for tensor in (*memories, *targets)]
-        if self._rows_there is None or self._rows_there[0] != addresses:
+        if self._device_rows is None or self._device_rows[0] != addresses:
             rows = self.rows.copy()
             rows[:, 0] += np.array(addresses[: len(memories)])[self._numbers]
             rows[:, 1] += np.array(addresses[len(memories) :])[self._targets]
-            self._rows_there = addresses, torch.from_numpy(rows).to(device)
-        return partial(launch, self._tiles_there[1], self._rows_there[1])
+            self._device_rows = addresses, torch.from_numpy(rows).to(device)
+        return partial(launch, self._device_tiles[1], self._device_rows[1])

@@ -1,5 +1,5 @@
 """Bucket layouts: where each named tensor lies inside one flat staging buffer; and the wire format
-of these and of arrangements (what an engine rank reads of each bucket of a sync).
+of layouts and of arrangements (the parts of a sync's buckets that an engine rank reads).
 
     layout = BucketLayout.pack([("model.norm.weight", (1024,), torch.bfloat16)])
     buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
@@ -7,9 +7,9 @@ of these and of arrangements (what an engine rank reads of each bucket of a sync
 
 A load plan is compiled for an ordered list of layouts and holds for exactly those. On the wire a
 layout is `encode_layout(layout)`, and its name is the digest of that. The engine sends the
-arrangements of a sync once; from then on both sides speak of their digest. Nothing in them is
-believed: a read must lie in its tensor, and what is read be no more than the bucket; whoever plans
-to fill an arranged buffer makes sure that no two reads share a byte of it.
+arrangements of a sync once; later messages have only their digest. The trainer checks them: a read
+must lie in its tensor, and the arranged buffer must not be larger than the bucket. That no two
+reads share a byte of the arranged buffer is checked where it is filled.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ import torch
 from sglang_loader.common.regions.arrangement import Arrangement
 
 ALIGNMENT_BYTES = 256
-"""What cudaMalloc gives: keeps every dtype's view legal, and copies vectorised."""
+"""As of cudaMalloc: it allows views of every dtype, and vectorised copies."""
 
 
 TensorSpec = tuple[str, Iterable[int], torch.dtype]
-"""Name (the trainer's, as Hugging Face has it), shape and dtype of a tensor."""
+"""Name (in the Hugging Face format), shape and dtype of a tensor."""
 
 
 class WireError(ValueError):
@@ -50,7 +50,6 @@ class BucketTensor:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -100,7 +99,7 @@ class BucketLayout:
         return max(0, bisect_right(self.starts, offset) - 1)
 
     def holding(self, start: int, stop: int) -> int | None:
-        """Position of the tensor in which bytes [start, stop) lie; None if not in one."""
+        """Position of the tensor that holds bytes [start, stop); None if no single one does."""
         found = self.tensor_at(start)
         tensor = self.tensors[found]
         is_within = tensor.offset <= start and stop <= tensor.offset + tensor.nbytes
@@ -147,7 +146,7 @@ def _dtype_of(_: type[torch.dtype], name: object) -> torch.dtype:
 
 
 Arrangements: TypeAlias = tuple[tuple[str, Arrangement | None], ...]
-"""(digest of the layout, what is read of it) by bucket; None: the bucket is sent as it is."""
+"""For each bucket the digest of its layout and its arrangement; None: the bucket comes whole."""
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=lambda dtype: str(dtype).removeprefix("torch."))
 _layout_decoder = msgspec.msgpack.Decoder(BucketLayout, dec_hook=_dtype_of)
@@ -155,7 +154,7 @@ _arrangements_decoder = msgspec.msgpack.Decoder(Arrangements)
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder[Any], encoded: bytes, what: str) -> Any:
-    """What `_encoder` writes as these very bytes."""
+    """Decode bytes that `_encoder` has written; raises WireError if they differ from its output."""
     try:
         found = decoder.decode(encoded)
     except (msgspec.MsgspecError, RecursionError) as error:
@@ -166,19 +165,17 @@ def _decoded(decoder: msgspec.msgpack.Decoder[Any], encoded: bytes, what: str) -
 
 
 def encode_layout(layout: BucketLayout) -> bytes:
-    """Serialise a layout; `decode_layout(encode_layout(x)) == x`."""
     return _encoder.encode(layout)
 
 
 def digest_of(encoded: bytes) -> str:
-    """Names an encoded layout: 64 hexadecimal digits, the same in every process."""
+    """The name of an encoded layout: 64 hexadecimal digits, the same in every process."""
     return hashlib.sha256(encoded).hexdigest()
 
 
 @lru_cache(maxsize=4096)
 def decode_layout(encoded: bytes) -> BucketLayout:
-    """Parse and check a layout; a trainer sends the same ones in every sync, which are the same
-    objects here.
+    """Parse and check a layout. The same bytes, as in every sync, give the same object.
 
     Raises:
         WireError: not a layout, an unknown dtype, a negative dimension, a tensor that overlaps its
@@ -189,7 +186,6 @@ def decode_layout(encoded: bytes) -> BucketLayout:
 
 
 def encode_arrangements(buckets: Arrangements) -> bytes:
-    """Serialise arrangements; `decode_arrangements` gives them back."""
     return _encoder.encode(buckets)
 
 

@@ -1,4 +1,4 @@
-"""Python objects of all ranks of a process group, by one collective where they are short."""
+"""Gathers Python objects from all ranks of a process group, in one collective if they are short."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ from typing import Any
 import torch
 
 AllGather = Callable[[list[torch.Tensor], torch.Tensor], object]
-"""Fills a tensor for each rank with what that rank has, and waits until it has."""
+"""Fills the list with the tensor of each rank, and waits until that is done."""
 
 HEADER_NBYTES = 8
 SHORT_NBYTES = 1024
-"""What the first collective carries of every object; of a longer one a second carries all."""
+"""Bytes of each object in the first collective; if one is longer, a second carries all of them."""
 
 
 def gather_objects(item: Any, num_ranks: int, all_gather: AllGather) -> list[Any]:
-    """Every rank's `item`, by rank, on all of them; collective. The ranks trust each other: what
-    comes is unpickled.
-    """
+    """Every rank's `item`, by rank; collective. The ranks trust each other: items are pickled."""
     data = pickle.dumps(item)
     message = len(data).to_bytes(HEADER_NBYTES, "little") + data
 
@@ -35,4 +33,4 @@ def gather_objects(item: Any, num_ranks: int, all_gather: AllGather) -> list[Any
     needed = max(HEADER_NBYTES + int.from_bytes(row[:HEADER_NBYTES], "little") for row in rows)
     if needed > SHORT_NBYTES:
         rows = exchange(needed)
-    return [pickle.loads(row[HEADER_NBYTES:]) for row in rows]  # what is behind it is not read
+    return [pickle.loads(row[HEADER_NBYTES:]) for row in rows]  # stops where the pickle ends

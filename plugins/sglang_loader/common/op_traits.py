@@ -1,4 +1,4 @@
-"""What an operator's schema tells of its effects: views, writes, randomness, reads by the host."""
+"""Properties of torch's operators, from their schemas: views, writes, randomness, host reads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ _COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional
 
 @dataclass(frozen=True, slots=True)
 class OpTraits:
-    """Computed once for each operator."""
+    """Properties of one operator.
+
+    Attributes:
+        view: the results are views of the arguments.
+        written: position and name of the arguments that are written.
+        overwrites: what is written does not depend on what was there.
+        problem: why a load that calls the operator cannot be planned, or None.
+    """
 
     view: bool
     written: tuple[tuple[int, str], ...]
@@ -26,20 +33,20 @@ class OpTraits:
     name: str
 
     def written_in(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The arguments of one call that it writes."""
+        """The arguments that one call writes."""
         return [args[i] if i < len(args) else kwargs.get(name) for i, name in self.written]
 
 
-_known: dict[int, tuple[torch._ops.OpOverload, OpTraits]] = {}
+_by_id: dict[int, tuple[torch._ops.OpOverload, OpTraits]] = {}
 
 
 def read_traits(op: torch._ops.OpOverload) -> OpTraits:
-    """What the schema and the tags of `op` say about views, writes, randomness and host reads."""
-    # By identity: the hash of an operator is a Python function, and this is asked 100,000 times.
-    known = _known.get(id(op))
-    if known is None:
-        known = _known[id(op)] = op, _traits_of(op)
-    return known[1]
+    """The properties of `op`, computed once."""
+    # By identity: the hash of an operator is a Python function, too slow for 100,000 calls.
+    entry = _by_id.get(id(op))
+    if entry is None:
+        entry = _by_id[id(op)] = op, _traits_of(op)
+    return entry[1]
 
 
 def _traits_of(op: torch._ops.OpOverload) -> OpTraits:

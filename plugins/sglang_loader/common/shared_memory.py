@@ -1,11 +1,10 @@
-"""A buffer's handle, typed: lets the engine's process map memory of the trainer's process.
+"""Handles of memory: the engine's process maps memory of the trainer's process with them.
 
-torch shares storages between processes through `torch.multiprocessing`, which pickles them. The
-fields of a CUDA tensor that travel are the same here, without the pickle: an IPC handle with
-torch's own reference counter (the owner's memory is not reused before the receiver let go of it).
-Of a CPU tensor, only the name of its shared-memory file travels. Torch's own way of mapping that
-removes a file that nobody else uses, and ends the process where the file is gone already, as it is
-when a trainer was killed; so the file is mapped directly, and stays its owner's.
+torch shares storages between processes through `torch.multiprocessing`, which pickles them. A
+`CudaHandle` has the same fields without the pickle: an IPC handle with torch's own reference
+counter (the owner's memory is not reused before the receiver has released it). A `CpuHandle` is the
+name of a shared-memory file. It is mapped directly, since torch would remove a file that nobody
+else uses, and end the process if the file is already gone, as when a trainer was killed.
 
     handle = share_storage(tensor.untyped_storage())    # trainer; each handle for one receiver
     flat = map_buffer(handle, device)                   # engine: uint8 of shape [handle.nbytes]
@@ -39,17 +38,17 @@ HEADER_NBYTES = 64
 
 
 class CudaHandle(msgspec.Struct, frozen=True, kw_only=True, tag="cuda", forbid_unknown_fields=True):
-    """What `TypedStorage._share_cuda_` returns.
+    """The result of `TypedStorage._share_cuda_`.
 
     Attributes:
-        nbytes: of the storage.
+        nbytes: size of the storage.
         gpu: UUID, because the two processes may number their devices differently.
         allocation: IPC handle of the `cudaMalloc` block.
-        offset: of the storage in that block.
+        offset: offset of the storage in that block.
         counter_file: torch's reference counter, a shared-memory file and a position in it.
         counter_offset: see `counter_file`.
         event: IPC handle of the event after which the memory may be read.
-        event_sync_required: wait for `event`.
+        event_sync_required: whether to wait for `event`.
     """
 
     nbytes: int
@@ -66,7 +65,7 @@ BufferHandle = CpuHandle | CudaHandle
 
 
 class CannotMap(Exception):
-    """Another process's memory cannot be mapped here; the text says whose, and why."""
+    """Another process's memory cannot be mapped here; the text says where it is, and why."""
 
 
 MANAGER_IS_LATE = "manager connection has timed out"
@@ -74,8 +73,8 @@ MANAGER_ATTEMPTS = 10
 
 
 def share_on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Move a CPU tensor into shared memory; returns it. torch gives its own manager of such memory,
-    a process, one second to answer: a busy host needs more.
+    """Move a CPU tensor into shared memory; returns it. Tries again if torch's own manager process
+    does not answer within torch's limit of a second, as on a busy host.
     """
     for attempt in range(1, MANAGER_ATTEMPTS + 1):
         try:
@@ -88,10 +87,10 @@ def share_on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def share_storage(storage: torch.UntypedStorage) -> BufferHandle:
-    """Make a handle of a storage; it must stay alive until the receiver has let go of it.
+    """Make a handle of a storage, which must stay alive until the receiver has released it.
 
     Raises:
-        ValueError: memory that other processes cannot map, as it is.
+        ValueError: other processes cannot map this memory.
     """
     if storage.device.type == "cpu":
         if not storage.is_shared():
@@ -120,9 +119,8 @@ def share_storage(storage: torch.UntypedStorage) -> BufferHandle:
 def map_buffer(handle: BufferHandle, device: torch.device) -> torch.Tensor:
     """Map a handle's memory into this process: contiguous uint8 of shape `[handle.nbytes]`.
 
-    Memory of another GPU of the node is read over NVLink, or over PCIe where there is none. It is
-    mapped for the GPU that reads it, whether this process sees the other one or not: CUDA would let
-    only the owner's GPU read what is mapped for that.
+    Memory of another GPU of the node is read over NVLink, or else over PCIe. It is mapped for
+    `device`, which reads it, even if this process does not see the other GPU.
 
     Raises:
         CannotMap: this process has no access to it.
@@ -131,21 +129,21 @@ def map_buffer(handle: BufferHandle, device: torch.device) -> torch.Tensor:
         try:
             mapped = _mapped(handle, device)
             if isinstance(handle, CudaHandle) and handle.gpu != gpu_uuid(mapped.get_device()):
-                _of_peers[handle.gpu][mapped.untyped_storage().data_ptr()] = mapped
+                _peer_memory[handle.gpu][mapped.untyped_storage().data_ptr()] = mapped
             return mapped
         except (OSError, RuntimeError, ValueError) as error:  # torch's own are RuntimeErrors
             where = f"on GPU {handle.gpu}" if isinstance(handle, CudaHandle) else "of the CPU"
             raise CannotMap(f"{handle.nbytes} bytes {where} cannot be mapped: {error}") from error
 
 
-_of_peers: dict[str, WeakValueDictionary[int, torch.Tensor]] = defaultdict(WeakValueDictionary)
-"""By GPU, what is mapped of others' memory, by address: CUDA says that it is the reader's own."""
+_peer_memory: dict[str, WeakValueDictionary[int, torch.Tensor]] = defaultdict(WeakValueDictionary)
+"""Mapped memory of other GPUs, by UUID and address; CUDA reports the reader's GPU as its device."""
 
 
-def peer_of(view: torch.Tensor) -> str | None:
-    """UUID of the other GPU on which the memory lies; None: it does not lie on another one."""
+def peer_gpu_of(view: torch.Tensor) -> str | None:
+    """UUID of the other GPU that the memory lies on, or None."""
     address = view.untyped_storage().data_ptr()
-    return next((gpu for gpu, mapped in _of_peers.items() if address in mapped), None)
+    return next((gpu for gpu, mapped in _peer_memory.items() if address in mapped), None)
 
 
 def _mapped(handle: BufferHandle, device: torch.device) -> torch.Tensor:
@@ -177,7 +175,7 @@ def _mapped(handle: BufferHandle, device: torch.device) -> torch.Tensor:
 
 @cache
 def host_id() -> str:
-    """Equal in processes on the same running machine, whatever containers they are in."""
+    """An id of the running machine, the same in all of its containers."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 

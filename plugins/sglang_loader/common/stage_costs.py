@@ -1,7 +1,7 @@
-"""What a release or a resume of memory cost: by tag, and by TP rank.
+"""Costs of a release or a resume of memory, by tag and TP rank.
 
 Bytes come from the allocators' tables, not from readings of free memory, which other processes
-change: two runs of the same steps give the same numbers.
+change.
 
     costs = by_rank([{"weights": {"seconds": 0.1, ...}}, ...])      # gathered from all TP ranks
 """
@@ -12,16 +12,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Cost = dict[str, float]
-"""Of one tag on one rank: "seconds", "gpu_bytes" unmapped or mapped, "host_bytes" that the host
-holds for the tag after the step."""
+"""Of one tag on one rank: "seconds", "gpu_bytes" that were unmapped or mapped, and "host_bytes"
+that the host holds for the tag afterwards."""
 
 StageCosts = dict[str, dict[str, list[float]]]
-"""By tag and then as in `Cost`, a list by TP rank. Tags for which nothing was to be done are not
-in it."""
+"""By tag and by key of `Cost`, a list by TP rank; without tags that needed nothing to be done."""
 
 
 def by_rank(costs: Sequence[Mapping[str, Cost]]) -> StageCosts:
-    """Join the costs of all ranks, which all did the same steps."""
+    """Join the costs of all TP ranks, which have the same tags."""
     return {
         tag: {kind: [rank[tag][kind] for rank in costs] for kind in costs[0][tag]}
         for tag in costs[0]
@@ -29,7 +28,7 @@ def by_rank(costs: Sequence[Mapping[str, Cost]]) -> StageCosts:
 
 
 def joined(replies: Sequence[StageCosts]) -> StageCosts:
-    """Join what several groups of ranks replied (data parallelism)."""
+    """Join the replies of data-parallel ranks."""
     total: StageCosts = {}
     for reply in replies:
         for tag, kinds in reply.items():
@@ -39,6 +38,6 @@ def joined(replies: Sequence[StageCosts]) -> StageCosts:
 
 
 def stage_costs_in(content: Any) -> StageCosts:
-    """The costs in a reply over HTTP; none where the engine told of none, as SGLang's own."""
+    """The costs in a reply over HTTP; empty if the engine sent none, as SGLang's own does."""
     stages = content.get("stages") if isinstance(content, dict) else None
     return stages if isinstance(stages, dict) else {}

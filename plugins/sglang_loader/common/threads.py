@@ -1,4 +1,4 @@
-"""A thread of its own for what may never return."""
+"""Runs a step that may never return in a thread."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Result = TypeVar("Result")
 
 
 def in_thread(step: Callable[[Future[Result]], Result], name: str) -> Future[Result]:
-    """Run a step, which gets the future, in a daemon thread; the future gets what comes of it.
+    """Run a step in a daemon thread, which does not keep the process alive; returns its future.
 
-    One that never returns keeps no process alive. Cancelling the future ends the wait for it alone;
-    the step may look whether it was cancelled.
+    Cancelling the future ends only the wait for it. The step gets the future, and may check whether
+    it was cancelled.
     """
     future: Future[Result] = Future()
 

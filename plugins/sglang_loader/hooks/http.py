@@ -1,8 +1,8 @@
-"""What the hooks do in the process that serves HTTP.
+"""Hooks in the process that serves HTTP.
 
-Replies to releases and resumes of memory say what these cost, or why they were refused. A request
-that waits at the schedulers' gate does not block the sync that it waits for (`UpdateLock`), and an
-engine that winds up its last requests is asked again (`ask_until_idle`).
+Replies to releases and resumes of memory tell their costs, or why they were refused. A request that
+waits at the schedulers' gate does not block the sync that it waits for (`UpdateLock`), and a
+request to an engine that is about to become idle is repeated (`ask_until_idle`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from sglang_loader.common.stage_costs import StageCosts, joined
-from sglang_loader.upstream import is_ours, told
+from sglang_loader.upstream import facts_of, is_ours
 
 HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 BUSY_WAIT_S = 5.0
@@ -34,14 +34,14 @@ Original = Callable[..., Any]
 
 
 class MemoryRequestRefused(RuntimeError):
-    """The engine lives and did nothing; the message says what it was asked and why not."""
+    """The engine refused a release or a resume and changed nothing; the message says why."""
 
 
 def launch_with_middleware(original: Original, cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND `Engine._launch_subprocesses`: replies tell what stages cost.
+    """AROUND `Engine._launch_subprocesses`: adds the middleware that puts costs into replies.
 
-    An engine without HTTP has not imported the module of the server. The middleware must come
-    before SGLang's own check of API keys, which it adds after this, on the outside.
+    An engine without HTTP has not imported the server's module. SGLang adds its check of API keys
+    later, and therefore outside of this middleware.
     """
     arguments = kwargs["server_args"] if "server_args" in kwargs else args[0]
     if is_ours(arguments) and HTTP_SERVER in sys.modules:
@@ -52,9 +52,8 @@ def launch_with_middleware(original: Original, cls: Any, *args: Any, **kwargs: A
 
 
 def _costs_or_raise(stage: str) -> Callable[..., Awaitable[StageCosts | None]]:
-    """AROUND this method of `TokenizerControlMixin`: as the original, but for what the stage cost;
-    the reply to `request` carries that too. MemoryRequestRefused is raised with what the engine
-    refused, and why.
+    """A hook AROUND the method `stage` of `TokenizerControlMixin`: returns the costs of the stage
+    and leaves them in the scope of `request`. Raises MemoryRequestRefused if the engine refused.
     """
 
     async def hook(
@@ -65,9 +64,11 @@ def _costs_or_raise(stage: str) -> Callable[..., Awaitable[StageCosts | None]]:
             return None
         manager.auto_create_handle_loop()
         replies = await ask_until_idle(manager, getattr(manager, f"{stage}_communicator"), obj)
-        if refusals := [told(reply)["refusal"] for reply in replies if "refusal" in told(reply)]:
+        if refusals := [
+            facts_of(reply)["refusal"] for reply in replies if "refusal" in facts_of(reply)
+        ]:
             raise MemoryRequestRefused("\n".join(refusals))
-        costs = joined([told(reply).get("costs", {}) for reply in replies])
+        costs = joined([facts_of(reply).get("costs", {}) for reply in replies])
         # There may be no request, or no middleware.
         getattr(request, "scope", {}).get(_SCOPE_KEY, {}).update(costs)
         return costs
@@ -80,21 +81,21 @@ release_or_raise, resume_or_raise = _costs_or_raise(RELEASE), _costs_or_raise(RE
 
 
 class UpdateLock:
-    """Stands in for SGLang's lock between requests and updates: open while the gate is closed.
+    """Wraps SGLang's lock between requests and updates: without effect while the gate is closed.
 
-    A request holds the lock until it is answered, and an update waits for it. One that waits at
-    the gate would keep the update from coming that it waits for. Nothing else runs then: the gate
-    closes only while the engine is idle. `is_closed`: the engine's last word on its gate.
+    A request holds the lock until it is answered, and an update waits for the lock, so a request
+    that waits at the gate for an update would block it. Nothing else runs then: the gate closes
+    only while the engine is idle. `is_gate_closed`: as the engine has last told.
     """
 
     def __init__(self, lock: Any) -> None:
         self._lock = lock
-        self.is_closed = False
+        self.is_gate_closed = False
 
     @property
     def writer_lock(self) -> AbstractAsyncContextManager[Any]:
-        """What an update enters."""
-        if self.is_closed:
+        """The context that an update enters."""
+        if self.is_gate_closed:
             return nullcontext()
         lock: AbstractAsyncContextManager[Any] = self._lock.writer_lock
         return lock
@@ -104,7 +105,7 @@ class UpdateLock:
 
 
 def update_lock_of(manager: Any) -> UpdateLock:
-    """The lock of a tokenizer manager, which it gets with the first use."""
+    """The lock of a tokenizer manager, wrapped when first used."""
     if not isinstance(manager.model_update_lock, UpdateLock):
         manager.model_update_lock = UpdateLock(manager.model_update_lock)
     lock: UpdateLock = manager.model_update_lock
@@ -112,25 +113,24 @@ def update_lock_of(manager: Any) -> UpdateLock:
 
 
 def note_gate(manager: Any, replies: Sequence[Any]) -> None:
-    """Take over what the engine's replies say of its gate, where they say anything."""
-    if reasons := [told(reply)["closed"] for reply in replies if "closed" in told(reply)]:
-        update_lock_of(manager).is_closed = any(reasons)
+    """Update the lock if the engine's replies tell whether its gate is closed."""
+    if reasons := [facts_of(reply)["closed"] for reply in replies if "closed" in facts_of(reply)]:
+        update_lock_of(manager).is_gate_closed = any(reasons)
 
 
 async def ask_until_idle(
     manager: Any, communicator: Callable[[Any], Awaitable[Iterable[Any]]], request: Any
 ) -> list[Any]:
-    """Have the engine execute a request, and again while it is busy, `BUSY_WAIT_S` at most; its
-    last replies. They may say whether its gate is closed; where nothing was to be done they do not.
+    """Send the engine a request, again while it is busy, for up to `BUSY_WAIT_S`; its last replies.
 
-    Requests that are answered may not be wound up yet in the scheduler, which then refuses before
-    it touches anything (`is_busy`). No new ones come meanwhile to an update: whoever makes it holds
-    the writer lock, or generation is paused.
+    The scheduler may not have finished with requests that are answered already: it then refuses
+    before it touches anything (`is_busy`). During an update no new requests come: its caller holds
+    the writer lock, or has paused generation.
     """
     deadline = time.monotonic() + BUSY_WAIT_S
     while True:
         replies = list(await communicator(request))
-        is_busy = any(told(reply).get("is_busy") for reply in replies)
+        is_busy = any(facts_of(reply).get("is_busy") for reply in replies)
         if not is_busy or time.monotonic() > deadline:
             note_gate(manager, replies)
             return replies
@@ -138,21 +138,23 @@ async def ask_until_idle(
 
 
 async def update(original: Original, manager: Any, obj: Any, request: Any = None) -> Any:
-    """AROUND `TokenizerControlMixin.update_weights_from_tensor`."""
+    """AROUND `TokenizerControlMixin.update_weights_from_tensor`: repeats it while the engine is
+    busy, and wraps the lock.
+    """
     if is_ours(manager.server_args):
         communicator = manager.update_weights_from_tensor_communicator
-        if not isinstance(communicator, partial):  # ours, once
-            patient = partial(ask_until_idle, manager, communicator)
-            manager.update_weights_from_tensor_communicator = patient
+        if not isinstance(communicator, partial):  # not wrapped yet
+            wrapped = partial(ask_until_idle, manager, communicator)
+            manager.update_weights_from_tensor_communicator = wrapped
         update_lock_of(manager)
     return await original(manager, obj, request)
 
 
 class StageReplyMiddleware(BaseHTTPMiddleware):
-    """SGLang's endpoints answer `null`. What the engine told of costs is left in the request's
-    scope by the hook that asked it, and becomes the body: `{"stages": {"weights": {"seconds":
-    [...]}}}`, see `stage_costs`. A refusal, and the reply to a request that there was nothing to do
-    for, stay as they are; all other requests pass by.
+    """Replies to releases and resumes with their costs, where SGLang's endpoints answer `null`.
+
+    The hook leaves the costs in the request's scope, and they become the body: `{"stages":
+    {"weights": {"seconds": [...]}}}`, see `stage_costs`. Without costs the reply stays as it is.
     """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -162,7 +164,7 @@ class StageReplyMiddleware(BaseHTTPMiddleware):
             await self.app(scope, receive, send)
 
     async def dispatch(self, request: Request, call_next: RequestResponseEndpoint) -> Response:
-        """The reply with its costs."""
+        """The reply, with the costs as its body if there are any."""
         costs: StageCosts = {}
         request.scope[_SCOPE_KEY] = costs  # the same object, whoever copies the scope
         response = await call_next(request)

@@ -1,15 +1,15 @@
-"""What the hooks on release and resume of SGLang's memory do, by tag.
+"""Hooks on the release and resume of SGLang's memory, by tag.
 
-Stock behaviour that they mend, only for servers that were launched with our loaders:
+They change SGLang's behaviour for servers that were launched with our loaders:
 
 - resuming a tag that is resident raises KeyError, an unknown tag does too, a release while
   requests run fails an assertion, and resuming more than there is room for aborts: each ends the
   scheduler process. Here the first is a no-op and the others are refused, with a reason;
 - releasing a released tag unmaps it twice: here it is a no-op;
-- the reply cannot say that something went wrong, or what was done: a `refusal` and the `costs`
-  of the stage travel on it to the process that serves HTTP, see `hooks.http`;
-- requests are served on memory that is not there: `hooks.request_gate` holds them back meanwhile;
-- the tags of one request are released in an order of SGLang's: here in the order that was asked;
+- the reply has no fields for an error or for costs: here the facts `refusal` and `costs` travel
+  with it to the process that serves HTTP, see `hooks.http`;
+- requests are run although their memory is released: here `hooks.request_gate` holds them back;
+- the tags of a request are released in SGLang's own order: here in the order of the request;
 - all weights are copied to the host before a release: see `host_backup`.
 """
 
@@ -33,7 +33,7 @@ from sglang_loader.common.regions.intervals import num_bytes
 from sglang_loader.common.stage_costs import Cost, by_rank
 from sglang_loader.hooks.request_gate import set_gate, why_closed
 from sglang_loader.hooks.tp_ranks import TPRanks, attempt
-from sglang_loader.host_backup import arm, backup_of
+from sglang_loader.host_backup import WeightsBackup, backup_of, create_backup
 from sglang_loader.host_backup.allocations import (
     WEIGHTS_TAG,
     nbytes_in_pool,
@@ -42,14 +42,14 @@ from sglang_loader.host_backup.allocations import (
     why_not_enumerable,
 )
 from sglang_loader.upstream import (
+    facts_of,
     io_struct,
     is_idle,
     is_ours,
     memory_tags,
-    tell,
-    told,
     why_stock_backup,
     why_weights_stay,
+    with_facts,
     without_cpu_backup,
 )
 
@@ -71,7 +71,7 @@ def load_model(original: Original, runner: Any) -> None:
         original(runner)
         return
     if arguments.enable_memory_saver and graphs_are_released_by_tag():
-        choose_preload()
+        force_preload()
     policy = requested_host_backup()
     reason = None if policy == "on" else why_stock_backup(runner, why_not_enumerable())
     if reason is not None:
@@ -82,10 +82,10 @@ def load_model(original: Original, runner: Any) -> None:
     if policy != "on":
         size = num_bytes(under_weights_tag(runner.model).ranges)
         logger.info("host_backup=%s: %.1f MB of weights", policy, size / 1e6)
-    arm(runner.model, policy, under_weights_tag)
+    create_backup(runner.model, policy, under_weights_tag)
 
 
-def choose_preload() -> None:
+def force_preload() -> None:
     """Force torch-memory-saver's `hook_mode=preload`, before anything is allocated.
 
     CUDA graphs can be released by tag only in this mode, for which SGLang prepares its processes.
@@ -94,7 +94,7 @@ def choose_preload() -> None:
     imported: then the capture of a graph under a tag ends the server with a failed assertion.
 
     Raises:
-        RuntimeError: memory is allocated the other way already.
+        RuntimeError: memory is already allocated in the other mode.
     """
     from torch_memory_saver import torch_memory_saver as saver
 
@@ -114,7 +114,7 @@ def choose_preload() -> None:
 
 
 def release_tags(original: Original, updater: Any, request: Any) -> Any:
-    """AROUND `release_memory_occupation`: saves, then releases the tags that are resident."""
+    """AROUND `release_memory_occupation`: saves the weights, then releases the resident tags."""
     if not is_ours(updater.tp_worker.server_args):
         return original(updater, request)
     asked = request.tags or RELEASE_ORDER
@@ -137,13 +137,13 @@ def release_tags(original: Original, updater: Any, request: Any) -> Any:
         if backup is not None:
             backup.release_refused()
         reply = io_struct().ReleaseMemoryOccupationReqOutput()
-        return _refused(tell(reply, is_busy=is_busy), failures)
+        return _refused(with_facts(reply, is_busy=is_busy), failures)
     saving_s = time.perf_counter() - started
     return _one_by_one(original, updater, request, tags, _sizes(updater, tags), saving_s=saving_s)
 
 
 def resume_tags(original: Original, updater: Any, request: Any) -> Any:
-    """AROUND `resume_memory_occupation`: resumes the tags that are released, then restores."""
+    """AROUND `resume_memory_occupation`: resumes the released tags, and restores the weights."""
     if not is_ours(updater.tp_worker.server_args):
         return original(updater, request)
     tags, failure = _split(request.tags or RESUME_ORDER, lambda tag: tag in updater.offload_tags)
@@ -157,7 +157,7 @@ def resume_tags(original: Original, updater: Any, request: Any) -> Any:
         failure = f"resume of {tags} refused: {backup.stale}; sync the weights first"
     if failures := TPRanks(updater).failures(failure):
         return _refused(io_struct().ResumeMemoryOccupationReqOutput(), failures)
-    return _one_by_one(original, updater, request, tags, sizes, restored=backup)
+    return _one_by_one(original, updater, request, tags, sizes, backup=backup)
 
 
 def _one_by_one(
@@ -168,14 +168,14 @@ def _one_by_one(
     sizes: Mapping[str, int],
     *,
     saving_s: float = 0.0,
-    restored: Any = None,
+    backup: WeightsBackup | None = None,
 ) -> Any:
-    """Upstream's step for one tag after the other; its reply with what they cost on every rank.
+    """Call SGLang's method for one tag after the other; its reply, with the costs on all ranks.
 
     Args:
         sizes: device memory of each tag, in bytes.
-        saving_s: what it took to save the weights before, in seconds.
-        restored: the backup that brings back the weights as soon as they are mapped, or None.
+        saving_s: seconds that it took to save the weights, added to the cost of their tag.
+        backup: restored as soon as the weights are mapped; None: there is nothing to restore.
     """
     ranks = TPRanks(updater)
     failure: str | None = None
@@ -186,8 +186,8 @@ def _one_by_one(
         one = copy.copy(request)
         one.tags = [tag]
         reply = original(updater, one)
-        if tag == WEIGHTS_TAG and restored is not None:
-            _, problem = attempt(restored.restore)
+        if tag == WEIGHTS_TAG and backup is not None:
+            _, problem = attempt(backup.restore)
             if problem is not None:
                 failure = ranks.named(f"the weights could not be restored: {problem}")
         seconds, host_bytes = time.perf_counter() - started, _host_bytes(updater, tag)
@@ -195,22 +195,22 @@ def _one_by_one(
     closed = failure or why_closed(updater)
     outcomes = ranks.gather((costs, failure, closed))
     closed = next((reason for _, _, reason in outcomes if reason), None)
-    reply = tell(reply, costs=by_rank([each for each, _, _ in outcomes]), closed=closed)
+    reply = with_facts(reply, costs=by_rank([each for each, _, _ in outcomes]), closed=closed)
     set_gate(closed)
     failures = [text for _, text, _ in outcomes if text]
     return _refused(reply, failures) if failures else reply
 
 
 def _refused(reply: Any, failures: Sequence[str]) -> Any:
-    """Upstream's reply has no field for a failure."""
+    """The reply, with the failures as its `refusal`."""
     refusal = "\n".join(failures)
-    if not told(reply).get("is_busy"):  # a busy engine is asked again within milliseconds
+    if not facts_of(reply).get("is_busy"):  # a busy engine is asked again within milliseconds
         logger.error("%s", refusal)
-    return tell(reply, refusal=refusal)
+    return with_facts(reply, refusal=refusal)
 
 
 def _split(asked: Sequence[str], wanted: Callable[[str], bool]) -> tuple[list[str], str | None]:
-    """The tags that need something done, and what is wrong with those that were asked for."""
+    """The tags of a request that are `wanted`, and an error if one of them is unknown."""
     allowed = memory_tags()
     unknown = [tag for tag in dict.fromkeys(asked) if tag not in allowed]
     if unknown:
@@ -219,7 +219,7 @@ def _split(asked: Sequence[str], wanted: Callable[[str], bool]) -> tuple[list[st
 
 
 def _lack_of_memory(sizes: Mapping[str, int]) -> str | None:
-    """Why these tags cannot be mapped now, or None; the memory saver would end the process."""
+    """Why these tags cannot be mapped now, or None; without memory the process would end."""
     if not torch.cuda.is_available():
         return None
     needed = sum(sizes.values())
@@ -255,7 +255,7 @@ def _gpu_bytes(updater: Any, tag: str) -> int:
 
 
 def _host_bytes(updater: Any, tag: str) -> int:
-    """Host memory that keeps the content of `tag` now."""
+    """Host memory that holds a copy of the memory under `tag`, in bytes."""
     if tag != WEIGHTS_TAG:
         return 0
     backup = backup_of(updater.tp_worker.model_runner.model)

@@ -1,17 +1,16 @@
-"""The gate between a scheduler's socket and its queues.
+"""Holds requests back while the engine's memory is released or its weights are incomplete.
 
-Stock behaviour that it mends, only for servers that were launched with our loaders: a request that
-comes while the engine's memory is released, or its weights are not those of one complete sync, is
-run on what is there. Here it waits, or is refused:
+SGLang would run them all the same. Here, in servers that were launched with our loaders, they wait
+between the scheduler's socket and its queues, or are refused:
 
     gate = RequestGate(policy_of_this_process(), channels)
     gate.set("the last sync was not complete")       # None: it is open again
     messages = gate.let_through(messages)            # whatever came in, in every round of the loop
 
-There is one in every scheduler process. Only the rank that receives requests holds any, and it
-broadcasts what it let through: all TP ranks see the same requests in the same round. A held
-request is in none of SGLang's queues, so that the engine is idle for releases and updates, which it
-is not while SGLang's own `pause_generation` keeps requests.
+Every scheduler process has a gate. Only the rank that receives requests holds any, and broadcasts
+those that it let through: all TP ranks see the same requests in the same round. A held request is
+in none of SGLang's queues, so that the engine counts as idle for releases and updates, unlike with
+requests that SGLang's own `pause_generation` keeps.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ class _Held:
 
 
 class RequestGate:
-    """See the module; belongs to the scheduler's thread, and answers requests by the scheduler's
-    `SchedulerIpcChannels`. `reason`: why it is closed, which a refusal says; None: it is open.
+    """See the module. Used in the scheduler's thread; answers through its `SchedulerIpcChannels`.
+    `reason`: why the gate is closed; None: it is open.
     """
 
     def __init__(
@@ -69,12 +68,11 @@ class RequestGate:
 
     @property
     def num_held(self) -> int:
-        """Requests that wait."""
         return len(self._held)
 
     def set(self, reason: str | None) -> None:
-        """Let no request through from now on, for this reason; None: what is held goes in the next
-        round, before what comes then.
+        """Close the gate for this reason. None opens it: held requests pass in the next round,
+        before new ones.
         """
         if reason is None and self.reason is not None:
             logger.info("requests are served again; %d have waited", self.num_held)
@@ -85,8 +83,8 @@ class RequestGate:
     def let_through(self, messages: list[Any]) -> list[Any]:
         """The messages that the scheduler gets in this round.
 
-        A request behind a message that may close the gate waits for the next round: only then is
-        it known what has become of that message.
+        A request after a message that may close the gate is held until the next round: by then that
+        message is processed.
         """
         passed: list[Any] = []
         if self.reason is None:
@@ -127,7 +125,7 @@ class RequestGate:
         self._answer(request, self._io.AbortReq(rid=request.rid, finished_reason=reason))
 
     def _abort(self, abort: Any) -> None:
-        """Confirm the abort of those that are held: by the id's beginning, as SGLang does."""
+        """Confirm the abort of held requests whose ids begin with its id, as SGLang does."""
         kept: deque[_Held] = deque()
         for held in self._held:
             rid = held.request.rid
@@ -153,10 +151,10 @@ def init_receiver(original: Original, scheduler: Any) -> None:
 
 
 def pull(original: Original, receiver: Any) -> Any:
-    """AROUND `SchedulerRequestReceiver._pull_raw_reqs`: what the gate lets through.
+    """AROUND `SchedulerRequestReceiver._pull_raw_reqs`: returns what the gate lets through.
 
-    It runs before the broadcast to the other ranks, where there is None to pull. Behind the first
-    stage of a pipeline it gets what the first let through.
+    The original returns None on ranks that get messages by broadcast. Later stages of a pipeline
+    get the messages that the first stage has let through.
     """
     messages = original(receiver)
     if _gate is None or messages is None or pp_rank() != 0:
@@ -178,7 +176,7 @@ def why_closed(updater: Any) -> str | None:
 
 
 def set_gate(reason: str | None) -> None:
-    """Close this process's gate, or open it; the reason is that of all TP ranks."""
+    """Close or open (None) this process's gate; all TP ranks must give the same reason."""
     if _gate is not None:
         _gate.set(reason)
 

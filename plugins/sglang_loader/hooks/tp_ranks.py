@@ -33,7 +33,6 @@ class TPRanks:
 
     @property
     def rank(self) -> int:
-        """This process's."""
         return torch.distributed.get_rank(group=self._group)
 
     def gather(self, item: Result) -> list[Result]:
@@ -45,11 +44,11 @@ class TPRanks:
         return gather_objects(item, num_ranks, all_gather)
 
     def failures(self, failure: str | None) -> list[str]:
-        """What went wrong on any rank, each with its rank; None: nothing did here."""
+        """The failures of all ranks, each with its rank; `failure`: this rank's, or None."""
         return [text for text in self.gather(self.named(failure)) if text]
 
     def named(self, failure: str | None) -> str | None:
-        """This rank's failure with its rank; None: there is none."""
+        """A failure of this rank, with its rank; None stays None."""
         return f"TP rank {self.rank}: {failure}" if failure else None
 
 

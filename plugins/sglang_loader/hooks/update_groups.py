@@ -1,7 +1,7 @@
-"""What the hooks on SGLang's update groups do.
+"""Hooks on SGLang's update groups: how an engine joins, uses and leaves the groups of a trainer.
 
-Ours are the process groups in which a trainer broadcasts to engines on other hosts, see
-`broadcast.update_group`. Groups of other names are SGLang's own.
+In these process groups a trainer sends to engines on other hosts, see `broadcast.update_group`.
+Groups of other names are left to SGLang.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ logger = logging.getLogger(__name__)
 Original = Callable[..., Any]
 
 MAX_GROUPS = 8
-"""Of four trainers, two each: the oldest ones beyond these are left."""
+"""Two of each of four trainers; this process leaves older groups when it joins another."""
 
 _secrets: dict[str, bytes] = {}
-"""By name, of the groups that this process is in; SGLang keeps the process groups themselves."""
+"""By name of the groups that this process is in; SGLang keeps the process groups themselves."""
 
 
 def join_group(
@@ -64,10 +64,10 @@ def join_group(
 
 
 def leave_group(original: Original, owner: Any, group_name: str) -> tuple[bool, str]:
-    """AROUND `destroy_weights_update_group`: also out of a broadcast that never ends.
+    """AROUND `destroy_weights_update_group`: leaves one of our groups, even amid a broadcast.
 
-    Stock waits for outstanding collectives, so a trainer that died between announcing a bucket and
-    sending it would block this process.
+    SGLang would wait for outstanding collectives, so a trainer that died between announcing a
+    bucket and sending it would block this process.
     """
     if not group_name.startswith(GROUP_PREFIX) or group_name not in update_groups(owner):
         left: tuple[bool, str] = original(owner, group_name)
@@ -82,26 +82,25 @@ def _leave(owner: Any, group_name: str) -> None:
     say_left(group)
     is_waiting = receiver.is_waiting_in(group)
     receiver.drop_group(group)
-    mapped.release()  # a trainer that this engine syncs with no more could not free its memory
+    mapped.release()  # otherwise the trainer could not free that memory
     _secrets.pop(group_name, None)
     del group  # the last reference is `leave`'s
     leave(groups.pop(group_name), broken=is_waiting)
 
 
 def groups_of(runner: Any, descriptor: SessionDescriptor) -> list[Any]:
-    """The process groups of a session, for as long as the session's trainer is theirs: the one in
-    which it broadcasts, and the one in which all trainer ranks send, if any. Neither has a session
-    whose buckets are mapped.
+    """The process groups of a session: the one in which its trainer broadcasts, and the one in
+    which all trainer ranks send, if any; none if all buckets are mapped.
 
     Raises:
-        SessionError: one was never formed, or is no more use, or somebody else sent this.
+        SessionError: a group was never formed or is broken, or the descriptor is forged.
     """
     groups = []
     for name in filter(None, (descriptor.group, descriptor.senders)):
         group, secret = update_groups(runner).get(name), _secrets.get(name)
         if group is None or secret is None:
-            known = ", ".join(_secrets) or "none"
-            raise SessionError(f"group {name!r} was never formed; known: {known}")
+            formed = ", ".join(_secrets) or "none"
+            raise SessionError(f"group {name!r} was never formed; known: {formed}")
         if name == descriptor.group:
             check_signature(descriptor, secret)
         if receiver.is_waiting_in(group):
@@ -111,9 +110,8 @@ def groups_of(runner: Any, descriptor: SessionDescriptor) -> list[Any]:
 
 
 def refuse_in_our_groups(original: Original, updater: Any, request: Any) -> Any:
-    """AROUND `update_weights_from_distributed`: in our groups only sessions are received. Whoever
-    asks an engine for one more receive would have it meet the trainer's next broadcast, and gloo
-    ends a process where the lengths differ.
+    """AROUND `update_weights_from_distributed`: refused in our groups, which only sessions use. It
+    would receive the trainer's next broadcast, and gloo ends a process if lengths differ.
     """
     if not request.group_name.startswith(GROUP_PREFIX):
         return original(updater, request)

@@ -1,15 +1,14 @@
-"""What the hooks on `SchedulerWeightUpdaterManager`'s weight updates do.
+"""Hook on SGLang's weight update: serves a session on every TP rank and agrees on its outcome.
 
-Stock behaviour that they mend, only for servers that were launched with our loaders: an exception
-while loading ends the scheduler process, and a failure on any TP rank but 0 is only logged. Here
-every rank reports, and the reply fails with rank and traceback.
+In SGLang an exception while loading ends the scheduler process, and a failure on any TP rank but 0
+is only logged. For servers that were launched with our loaders every rank reports, and the reply
+fails with rank and traceback.
 
     update = WeightUpdate(updater, request)
     failures = update.run(load)          # on every TP rank; the same list on all of them
 
-`load` serves the sync's session; an exception ends neither the process nor the other ranks. At its
-end all ranks agree that the sync is complete and fits the model, and only then are requests served
-again.
+`load` serves the session of a sync, and an exception in it ends neither the process nor the other
+ranks. Requests are served again when all ranks agree that the sync is complete and fits the model.
 """
 
 from __future__ import annotations
@@ -29,22 +28,27 @@ from sglang_loader.common.session.messages import (
 from sglang_loader.hooks.request_gate import gate_reason, set_gate, why_closed
 from sglang_loader.hooks.tp_ranks import TPRanks, attempt
 from sglang_loader.hooks.update_groups import groups_of
-from sglang_loader.host_backup import arm, backup_of
+from sglang_loader.host_backup import backup_of, create_backup
 from sglang_loader.host_backup.allocations import under_weights_tag
 from sglang_loader.host_backup.completeness import Completeness
 from sglang_loader.session.findings import Verdict
 from sglang_loader.session.serve import Conclude, SessionSteps, serve_session
-from sglang_loader.session.weight_check import SyncView, judge_together, known_verdict, view_of_sync
+from sglang_loader.session.weight_check import (
+    SyncView,
+    cached_verdict,
+    judge_together,
+    view_of_sync,
+)
 from sglang_loader.upstream import (
     UpdateFrame,
-    handle_of,
+    entry_bytes,
     in_an_update,
     io_struct,
     is_idle,
     is_ours,
     record_version,
     runners_of,
-    tell,
+    with_facts,
 )
 
 OUR_FORMATS = "sglang_loader."
@@ -79,27 +83,29 @@ def _update_of_others(original: Original, updater: Any, request: Any) -> Any:
 
 
 def _is_idle(updater: Any) -> bool:
-    """True if no TP rank has requests; their queues are in step but for those of DP attention."""
+    """True if no TP rank has requests; only with DP attention do their queues differ."""
     if updater.tp_worker.server_args.dp_size > 1:
         return all(TPRanks(updater).gather(is_idle(updater)))
     return is_idle(updater)
 
 
 def _replied(failures: list[str], *, is_busy: bool = False, remark: str = "") -> Any:
-    """SGLang's reply, and what `hooks.http` reads."""
+    """SGLang's reply, with the facts that `hooks.http` reads."""
     message = "\n".join(failures) or with_remark(remark)
     reply = io_struct().UpdateWeightsFromTensorReqOutput(success=not failures, message=message)
-    return tell(reply, closed=gate_reason(), is_busy=is_busy)
+    return with_facts(reply, closed=gate_reason(), is_busy=is_busy)
 
 
 def _serve_session(update: WeightUpdate, updater: Any, request: Any) -> list[str]:
-    """One whole sync; returns what went wrong on any rank."""
+    """One whole sync; returns the failures of all ranks."""
     served: list[Conclude] = []
 
-    def invitation() -> SessionDescriptor:
-        return decode_descriptor(handle_of(request.serialized_named_tensors[TPRanks(updater).rank]))
+    def descriptor_of_rank() -> SessionDescriptor:
+        return decode_descriptor(
+            entry_bytes(request.serialized_named_tensors[TPRanks(updater).rank])
+        )
 
-    descriptor, reason = attempt(invitation)
+    descriptor, reason = attempt(descriptor_of_rank)
     if descriptor is not None:
         update.manifest_check = descriptor.manifest_check
         update.syncs_draft = descriptor.syncs_draft
@@ -109,7 +115,7 @@ def _serve_session(update: WeightUpdate, updater: Any, request: Any) -> list[str
             raise SessionError(f"no invitation to a session\n{reason}")
         groups = groups_of(updater.tp_worker.model_runner, descriptor)
         steps = SessionSteps(
-            after_join=update.flush, before_loading=update.loading, after_load=update.loaded
+            after_join=update.flush, before_loading=update.begin_bucket, after_load=update.view_sync
         )
         served.append(serve_session(descriptor, update.models, steps, *groups))
 
@@ -124,16 +130,16 @@ class PrefixCacheInUse(RuntimeError):
 
 
 class DoesNotFit(RuntimeError):
-    """The tensors that came are not those of the model."""
+    """The tensors of the sync do not fit the model."""
 
 
 class WeightUpdate:
     """One update of the weights on this TP rank, in step with the others; see the module.
 
     Attributes:
-        manifest_check: what the trainer asks for; see `SessionDescriptor`.
-        syncs_draft: load a draft model, too; likewise.
-        models: those that load it; the target is the last.
+        manifest_check: see `SessionDescriptor`.
+        syncs_draft: see `SessionDescriptor`.
+        models: the models that load it; the target is the last.
     """
 
     def __init__(self, updater: Any, request: Any) -> None:
@@ -144,19 +150,19 @@ class WeightUpdate:
         self._request = request
         model = updater.tp_worker.model_runner.model
         self.models: list[Any] = [model]
-        self._backup = backup_of(model) or arm(model, "on", under_weights_tag)
+        self._backup = backup_of(model) or create_backup(model, "on", under_weights_tag)
         self._has_begun = self._has_flushed = False
         self._verdict: Verdict | None = None
         self._view: SyncView | None = None
 
-    def loading(self, layout: BucketLayout) -> None:
-        """A bucket is about to be loaded: weights are overwritten from now on."""
+    def begin_bucket(self, layout: BucketLayout) -> None:
+        """To be called before a bucket is loaded: from now on weights are overwritten."""
         self._has_begun = True
-        self._backup.sync.loading(layout)
+        self._backup.sync.begin_bucket(layout)
 
-    def loaded(self) -> None:
-        """All buckets of a sync are loaded on this rank; what takes time is done now, so that
-        nothing but an exchange of views lies between a trainer's Commit and the publication.
+    def view_sync(self) -> None:
+        """Look up the verdict on these tensors, else make this rank's view of them. To be called
+        once all buckets are loaded: nothing slow is left between Commit and publication.
 
         Raises:
             DoesNotFit: these tensors were refused before.
@@ -164,7 +170,7 @@ class WeightUpdate:
         if not self._needs_verdict or self._verdict is not None or self._view is not None:
             return
         model = self._updater.tp_worker.model_runner.model
-        self._verdict = known_verdict(self._layouts, model)
+        self._verdict = cached_verdict(self._layouts, model)
         if self._verdict is None:
             self._view = view_of_sync(self._layouts, self.models)
         elif (refusal := self._refusal(self._verdict)) is not None:
@@ -183,8 +189,8 @@ class WeightUpdate:
             raise PrefixCacheInUse("the prefix cache holds running requests")
 
     def run(self, load: Callable[[], None]) -> list[str]:
-        """Load a whole sync on every TP rank, and agree on what went wrong, if anything did. `load`
-        calls `loading` before it does so on this rank, and may call `loaded`.
+        """Load a whole sync on every TP rank; returns the failures of all ranks. `load` calls
+        `begin_bucket` before each bucket, and may call `view_sync`.
         """
         failure = self._load_in_frame(load)
         # After a failure, too: the prefix caches of all TP ranks must stay equal.
@@ -208,7 +214,7 @@ class WeightUpdate:
         return failures
 
     def _load_in_frame(self, load: Callable[[], None]) -> str | None:
-        """Load between SGLang's own steps; what went wrong on this rank."""
+        """Load within SGLang's `UpdateFrame`; returns this rank's failure, or None."""
         runners, failure = attempt(lambda: runners_of(self._updater, syncs_draft=self.syncs_draft))
         if runners is None:
             return failure
@@ -218,7 +224,7 @@ class WeightUpdate:
         if failure is None:
             _, failure = attempt(load)
             if failure is None:
-                _, failure = attempt(self.loaded)
+                _, failure = attempt(self.view_sync)
             _, unfinished = attempt(frame.end)
             failure = failure or unfinished
         self._has_begun = self._has_begun or frame.is_open
@@ -226,9 +232,8 @@ class WeightUpdate:
 
     @property
     def _needs_verdict(self) -> bool:
-        """Whether it matters if the tensors of this sync fit the model, and are all of it: where
-        the trainer wants to know, and after a failed sync where this one has brought fewer tensors
-        than others before it, or is the first.
+        """Whether the tensors of this sync must be judged: if the trainer asks for it, or if this
+        sync may not make up for one that failed.
         """
         return self.manifest_check != "off" or _may_be_incomplete(self._backup.sync)
 
@@ -238,13 +243,13 @@ class WeightUpdate:
 
     @property
     def remark(self) -> str:
-        """What the trainer should know of the check though the sync is good; "": nothing."""
+        """A remark of the manifest check for the reply to a good sync; "" if there is none."""
         if self.manifest_check == "off" or self._verdict is None:
             return ""
         return self._verdict.remark()
 
     def _judge(self) -> list[str]:
-        """Judge the tensors together; why nothing is published, the same on all ranks."""
+        """Judge the tensors together; returns why nothing is published, the same on all ranks."""
         view, reason = attempt(lambda: self._view or view_of_sync(self._layouts, self.models))
         if failures := self._ranks.failures(reason):
             return failures
@@ -253,7 +258,7 @@ class WeightUpdate:
         return self._ranks.failures(self._refusal(self._verdict))
 
     def _refusal(self, verdict: Verdict) -> str | None:
-        """Why this sync must not be published."""
+        """Why this sync must not be published, or None."""
         sync = self._backup.sync
         nothing = f"{'after a failed sync ' if sync.is_broken else ''}nothing is published"
         is_gap = bool(verdict.missing) and _may_be_incomplete(sync)

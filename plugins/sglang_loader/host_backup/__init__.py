@@ -1,18 +1,18 @@
-"""Host backup of the engine's weights, reduced to what no sync rewrites.
+"""Host backup of the engine's weights, reduced to those that no sync rewrites.
 
 Why: SGLang's own backup copies all weights to pinned memory when they are released and back when
 they are resumed (61 GB: 17 s and 5 s), although a sync overwrites nearly all of them right after.
 
-    backup = arm(model, policy, allocations)  # once, after the model is loaded
+    backup = create_backup(model, policy, allocations)  # once, after the model is loaded
     backup.save(model)                        # before the memory is released
     backup.restore()                          # after it is mapped again
-    backup.publish(plan)                      # now only the residue is saved
-    backup.withdraw("why")                    # the plan's guard failed: everything again
+    backup.publish(plan)                      # from now on without the bytes that syncs rewrite
+    backup.withdraw("why")                    # the plan does not hold: everything again
     backup.sync_completed()                   # every byte of the coverage was written
 
 Nothing here imports sglang; `hooks.memory` connects it to the scheduler.
 """
 
-from sglang_loader.host_backup.backup import WeightsBackup, arm, backup_of
+from sglang_loader.host_backup.backup import WeightsBackup, backup_of, create_backup
 
-__all__ = ["WeightsBackup", "arm", "backup_of"]
+__all__ = ["WeightsBackup", "backup_of", "create_backup"]

@@ -1,8 +1,8 @@
-"""What is allocated under a memory saver's tag: the bytes that a release loses.
+"""Finds the memory under a memory saver's tag, which is lost by a release.
 
 torch_memory_saver 0.0.10 serves a region from one `torch.cuda.MemPool` per tag and backup setting
-and unmaps whole segments of it, so the pool's own snapshot tells every tensor under the tag,
-whether or not a module reaches it. Without a pool (a CPU) it is what the model reaches.
+and unmaps whole segments of it, so the pool's own snapshot has every tensor under the tag, whether
+or not a module reaches it.
 """
 
 from __future__ import annotations
@@ -36,11 +36,10 @@ def bytes_at(device: torch.device, start: int, stop: int) -> torch.Tensor:
 
 
 def under_weights_tag(model: nn.Module) -> Allocations:
-    """Everything that the memory saver holds for the weights, reachable or not.
+    """Everything that the memory saver holds under the weights' tag.
 
     Raises:
-        RuntimeError: there is no such memory, or no parameter lies in it: the memory saver works
-            in a way that we do not know.
+        RuntimeError: no parameter was found in such memory: the memory saver works differently.
     """
     device = next(model.parameters()).device
     segments = [s for s in _segments(WEIGHTS_TAG) if s["device"] == device.index]
@@ -66,8 +65,8 @@ def blocks_in_use(segments: Sequence[Mapping[str, Any]]) -> Iterator[Interval]:
 
 
 def nbytes_under(tag: str, device_index: int, *, on_host: bool = False) -> int:
-    """Device memory that mapping `tag` again takes; 0 where no memory saver runs. `on_host`: of
-    that which torch_memory_saver copies to the host when it is released.
+    """Device memory under `tag`, in bytes; 0 where no memory saver runs. `on_host`: only that which
+    torch_memory_saver itself copies to the host in a release.
     """
     return _nbytes_on(_segments(tag, on_host=on_host), device_index)
 
@@ -95,7 +94,7 @@ def why_not_enumerable() -> str | None:
 
 
 def _segments(tag: str, *, on_host: bool = False) -> Iterator[Mapping[str, Any]]:
-    """Segments of the memory saver's pools for `tag`; of those with a host backup alone.
+    """Segments of the memory saver's pools for `tag`; `on_host`: only of those with a host backup.
 
     There is no public way to list them; the key of a pool starts with its tag and whether there is
     a host backup (0.0.10, pinned by a contract test).

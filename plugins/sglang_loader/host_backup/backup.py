@@ -1,11 +1,11 @@
-"""Keeps on the host, while the weights' memory is released, what no sync is proven to rewrite.
+"""Keeps weights on the host while their memory is released, without those that syncs rewrite.
 
-What a `WeightsBackup` promises: a byte is either back bit for bit after `restore`, or it is counted
-as undefined until a sync that is proven to write it has completed. The bytes that are not saved are
-those of a published coverage (policy "auto"), or all (policy "off": the user's own choice).
+What a `WeightsBackup` promises: a byte is either back bit for bit after `restore`, or it counts as
+undefined until a sync that is proven to write it has completed. The bytes that are not saved are
+those of a published coverage (policy "auto"), or all (policy "off", if the user chooses it).
 
-All ranges are addresses. A published coverage keeps its storages alive, so that no address in it
-can be handed out to another tensor.
+All ranges are address ranges. A published coverage keeps its storages alive, so that no address in
+it can be given to another tensor.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from sglang_loader.common.copies import synchronize_device
 from sglang_loader.common.engine_settings import HostBackup
 from sglang_loader.common.regions.intervals import Interval, contains, merge, num_bytes, subtract
 from sglang_loader.host_backup.allocations import Allocations
 from sglang_loader.host_backup.completeness import Completeness
-from sglang_loader.host_backup.saved_bytes import SavedBytes, synchronize
+from sglang_loader.host_backup.saved_bytes import SavedBytes
 from sglang_loader.load_plan.plan import LoadPlan
 
 logger = logging.getLogger(__name__)
@@ -35,9 +36,9 @@ class WeightsBackup:
     """State of one model's weights across releases.
 
     Args:
-        policy: "auto" saves all but the published coverage; "off" saves nothing as long as none
+        policy: "auto" saves all but the published coverage; "off" likewise, but nothing while none
             is published; "on" leaves saving to SGLang and only keeps track of syncs.
-        allocations: what a release loses, asked at each release.
+        allocations: returns the memory that a release frees; called at each release.
 
     Attributes:
         sync: the sync in progress, and whether the last one was complete.
@@ -47,7 +48,7 @@ class WeightsBackup:
         self.policy = policy
         self._allocations = allocations
         self._plan: LoadPlan | None = None
-        # With "off" the user says that every sync writes everything, as long as no plan says more.
+        # With "off" every sync counts as writing everything, as long as no plan is published.
         self._covered = self._unproven = [(0, sys.maxsize)] if policy == "off" else []
         self._saved: SavedBytes | None = None
         self._lost: list[Interval] | None = None  # by the release under way
@@ -62,7 +63,7 @@ class WeightsBackup:
 
     @property
     def stale_once_synced(self) -> str | None:
-        """What `stale` will be after `sync_completed`."""
+        """The value of `stale` after `sync_completed`."""
         return _undefined_text(subtract(self._undefined, self._covered))
 
     @property
@@ -71,10 +72,10 @@ class WeightsBackup:
         return self._saved.nbytes if self._saved is not None else 0
 
     def save(self, model: nn.Module) -> None:
-        """Save what the release to come would lose for good.
+        """Save the bytes that the next release would lose for good.
 
-        While the weights are stale, what was saved before stays instead: it may have been
-        overwritten since, by a sync that failed.
+        While the weights are stale, the bytes that were saved before are kept instead: the weights
+        may have been overwritten by a sync that failed.
 
         Raises:
             RuntimeError: the host has too little memory, or the memory cannot be enumerated.
@@ -89,7 +90,7 @@ class WeightsBackup:
         kept = self._saved
         if kept is None or not all(contains(kept.ranges, piece) for piece in wanted):
             self._saved = kept = None  # before the next one is made
-            synchronize(now.device)
+            synchronize_device(now.device)
             self._saved = kept = SavedBytes(now.device, wanted)
         self._lost = subtract(now.ranges, kept.ranges)
         logger.info(
@@ -101,12 +102,12 @@ class WeightsBackup:
         )
 
     def release_refused(self) -> None:
-        """The release for which `save` was called does not happen: nothing was lost."""
+        """To be called if the release for which `save` was called does not happen."""
         self._lost = None
         self._free_if_defined()
 
     def restore(self) -> None:
-        """Write back what `save` kept; what it did not keep is undefined from now on."""
+        """Write back the saved bytes; the others are undefined from now on."""
         if self._saved is None:
             return
         started = time.perf_counter()
@@ -124,11 +125,10 @@ class WeightsBackup:
         self._free_if_defined()
 
     def publish(self, plan: LoadPlan) -> None:
-        """From the next release on, save only what the plan's coverage leaves out. Does nothing
-        where it is published already.
+        """From the next release on, save only bytes outside of the plan's coverage.
 
-        To be called on every TP rank when a sync has written all of it and it is proven that each
-        later one will, for as long as the plan's guard holds.
+        To be called on every TP rank when a sync has written all of the coverage, and each later
+        one is proven to, as long as the plan's guard holds.
         """
         if self._plan is plan:
             return
@@ -143,29 +143,29 @@ class WeightsBackup:
         self._free_if_defined()
 
     def withdraw(self, reason: str) -> None:
-        """The plan does not hold any more: everything is saved again; what is undefined stays so.
-        `reason` goes to the log.
+        """Save everything again, as the plan does not hold any more; undefined bytes stay
+        undefined. `reason` goes to the log.
         """
         if self._plan is not None:
             logger.warning("weights backup: all weights are saved again: %s", reason)
         self._plan, self._covered = None, self._unproven
 
     def sync_in_part(self, reason: str) -> None:
-        """A sync has written only a part of the coverage: what is undefined stays so, also where
-        the policy is "off".
+        """To be called if a sync has written only a part of the coverage: undefined bytes stay
+        undefined, also with policy "off".
         """
         self.withdraw(reason)
         self._covered = []
 
     def sync_failed(self, reason: str) -> None:
-        """The weights are half written, and the coverage is not to be trusted."""
+        """To be called if a sync has failed: weights are half written, the plan is withdrawn."""
         self.sync.fail()
         self.withdraw(reason)
 
     def sync_completed(self) -> None:
-        """A sync has written every byte that it is meant to write.
+        """To be called if a sync has succeeded: the bytes of the coverage are defined.
 
-        Without a proven coverage that proves nothing under "auto"; "off" takes it as it is.
+        Without a published plan these are no bytes with policy "auto", and all with "off".
         """
         self.sync.complete()
         self._undefined = subtract(self._undefined, self._covered)
@@ -202,10 +202,10 @@ def bridged(pieces: list[Interval], allocated: tuple[Interval, ...]) -> list[Int
 _backups: WeakKeyDictionary[nn.Module, WeightsBackup] = WeakKeyDictionary()
 
 
-def arm(
+def create_backup(
     model: nn.Module, policy: HostBackup, allocations: Callable[[nn.Module], Allocations]
 ) -> WeightsBackup:
-    """Make this model's backup."""
+    """Make this model's backup, which `backup_of` then returns."""
     _backups[model] = WeightsBackup(policy, allocations)
     return _backups[model]
 

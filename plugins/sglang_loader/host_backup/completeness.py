@@ -1,11 +1,11 @@
 """Whether a model's weights are those of one complete sync.
 
-A sync that failed has left new bytes beside old ones. What ends that is a sync which brings every
-tensor that any sync has brought to this engine; one that brings fewer, or none, does not.
+A failed sync leaves new bytes beside old ones. Only a sync that brings every tensor that any sync
+has brought to this engine makes the weights complete again.
 
-    state.loading(layout)        # before each bucket is loaded
+    state.begin_bucket(layout)   # before each bucket is loaded
     state.fail()                 # the sync has failed, or broke off
-    state.missing()              # at its end: what keeps the weights from being complete
+    state.missing()              # at its end: the tensors that it lacks
     state.complete()
 """
 
@@ -17,7 +17,7 @@ from sglang_loader.common.layout import BucketLayout
 
 
 class Completeness:
-    """Of one model; see the module.
+    """State of one model's weights; see the module.
 
     Attributes:
         is_broken: a sync has failed since the last complete one.
@@ -32,7 +32,7 @@ class Completeness:
 
     @property
     def is_half_written(self) -> bool:
-        """A sync has begun that is not complete."""
+        """True if a sync has begun and is not complete."""
         return self.is_broken or bool(self._layouts)
 
     @property
@@ -40,22 +40,22 @@ class Completeness:
         """The buckets of the sync in progress."""
         return tuple(self._layouts)
 
-    def loading(self, layout: BucketLayout) -> None:
-        """A bucket is about to be loaded."""
+    def begin_bucket(self, layout: BucketLayout) -> None:
+        """To be called before a bucket is loaded."""
         self._layouts.append(layout)
 
     def fail(self) -> None:
-        """The sync in progress will not be completed."""
+        """End the sync in progress, which has failed."""
         self.is_broken = True
         self._required |= _names(self._layouts)
         self._layouts = []
 
     def missing(self) -> list[str]:
-        """Tensors that syncs have brought before, and this one has not; empty if all is well."""
+        """After a failed sync: tensors that earlier syncs have brought, and this one has not."""
         return sorted(self._required - _names(self._layouts)) if self.is_broken else []
 
     def complete(self) -> None:
-        """The sync in progress has brought all."""
+        """End the sync in progress, which has brought every tensor."""
         if self.is_broken:
             self._required, self._complete = set(), []
         if self._layouts != self._complete:  # rarely: 18,867 names are gathered once

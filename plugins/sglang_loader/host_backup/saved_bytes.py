@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from sglang_loader.common.copies import synchronize_device
 from sglang_loader.common.regions.intervals import Interval, num_bytes
 from sglang_loader.host_backup.allocations import bytes_at
 
@@ -20,8 +21,8 @@ NUM_WORKERS = 4
 
 
 class SavedBytes:
-    """The bytes that sorted, disjoint address ranges held when this was made; `restore` writes them
-    back. The device's pending work must be finished.
+    """A copy of the bytes in sorted, disjoint address ranges. The device's pending work must be
+    finished before it is made.
 
     Raises:
         RuntimeError: the host has too little memory.
@@ -37,7 +38,7 @@ class SavedBytes:
         self._copy(to_host=True)
 
     def restore(self) -> None:
-        """Write the bytes back to where they came from; returns when they are there."""
+        """Write the bytes back to their addresses, and wait until that is done."""
         self._copy(to_host=False)
 
     def _copy(self, *, to_host: bool) -> None:
@@ -46,7 +47,7 @@ class SavedBytes:
             for host, memory in pieces:
                 target, source = (host, memory) if to_host else (memory, host)
                 target.copy_(source, non_blocking=True)
-            synchronize(self.device)
+            synchronize_device(self.device)
             return
         with ThreadPoolExecutor(NUM_WORKERS) as pool:
             shares = [
@@ -72,16 +73,10 @@ class SavedBytes:
                 stream.synchronize()
 
     def _pieces(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Of the host copy and of the device's memory, `CHUNK_BYTES` at most."""
+        """Corresponding chunks (host copy, device memory) of at most `CHUNK_BYTES`."""
         rest = self._host
         for start, stop in self.ranges:
             for at in range(start, stop, CHUNK_BYTES):
                 memory = bytes_at(self.device, at, min(at + CHUNK_BYTES, stop))
                 host, rest = rest[: len(memory)], rest[len(memory) :]
                 yield host, memory
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for everything that runs on `device`; nothing to do on a CPU."""
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)

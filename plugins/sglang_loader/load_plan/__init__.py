@@ -23,18 +23,17 @@ from sglang_loader.load_plan.executor import PlanExecutor
 from sglang_loader.load_plan.guard import DestinationProbe
 from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, PlanRefused
 from sglang_loader.load_plan.tracer import trace_bucket
-from sglang_loader.load_plan.uses import BucketUses, TensorUse, uses_of
-from sglang_loader.load_plan.verify import KnownDigests, check_bucket
+from sglang_loader.load_plan.uses import BucketUses, uses_of
+from sglang_loader.load_plan.verify import CheckedDigests, check_bucket
 
 __all__ = [
     "BucketPlan",
     "BucketUses",
+    "CheckedDigests",
     "DestinationProbe",
-    "KnownDigests",
     "LoadPlan",
     "PlanExecutor",
     "PlanRefused",
-    "TensorUse",
     "check_bucket",
     "compile_bucket",
     "join_buckets",

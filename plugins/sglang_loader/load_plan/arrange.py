@@ -1,15 +1,12 @@
-"""From a bucket's plan to its arrangement, and to the plan that reads the arranged buffer.
+"""Makes a bucket's arrangement out of its plan, and the plan that reads the arranged buffer. Pure.
 
     arranged = arrange(plan)
     if arranged is not None:
-        arrangement, rebased = arranged
-        replay_once(rebased, destinations, load_weights, gathered)
+        replay_once(arranged.plan, destinations, load_weights, gathered)
 
-The bytes stay in their order, without those between them. Tensors that the model's loader loads, or
-that are read more than once, come whole.
-
-Pure: reads a plan, runs nothing. Nobody needs an arrangement before a trainer asks for it; then
-`verify.why_misarranged` proves it.
+The arranged bytes are in the order of the bucket. Tensors that the model's loader loads, or that
+are read more than once, come whole. Arrangements are made when a trainer first asks for them, and
+`verify.why_misarranged` proves them.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TypeAlias
+from typing import NamedTuple
 
 from sglang_loader.common.layout import (
     ALIGNMENT_BYTES,
@@ -28,7 +25,7 @@ from sglang_loader.common.layout import (
     encode_arrangements,
     encode_layout,
 )
-from sglang_loader.common.regions.arrangement import Arrangement, Read, end_of
+from sglang_loader.common.regions.arrangement import Arrangement, Read, arranged_nbytes
 from sglang_loader.common.regions.coalesce import coalesce
 from sglang_loader.common.regions.geometry import BYTES, StridedCopy, Unit, collapse, split_copy
 from sglang_loader.load_plan.plan import BucketPlan
@@ -39,56 +36,57 @@ UNIT_ALIGNMENT = 16
 MAX_PART = 0.9
 """A bucket of which more is read comes whole: there is next to nothing to win."""
 
-Arranged: TypeAlias = tuple[Arrangement, BucketPlan]
-"""What of a bucket is read, and the plan that reads it where nothing else has come."""
+
+class ArrangedBucket(NamedTuple):
+    """The part of a bucket that this rank reads, and the plan that loads the bucket from it."""
+
+    arrangement: Arrangement
+    plan: BucketPlan
 
 
 @dataclass(frozen=True)
 class ArrangedBuckets:
-    """How the buckets of a sync may come.
+    """Which buckets of a sync may come arranged, and how.
 
     Attributes:
-        buckets: by bucket; None: it comes whole.
-        encoded: their arrangements, as the trainer is told of them (see `layout`); empty: there are
-            none.
-        digest: names them on the wire; "": there are none.
+        buckets: for each bucket its arrangement and plan; None if it must come whole.
+        encoded: the arrangements for the trainer (see `layout`); empty if there are none.
+        digest: names them on the wire; "" if there are none.
     """
 
-    buckets: tuple[Arranged | None, ...] = ()
+    buckets: tuple[ArrangedBucket | None, ...] = ()
     encoded: bytes = b""
     digest: str = ""
 
     @classmethod
     def of(cls, plans: Sequence[BucketPlan]) -> ArrangedBuckets:
-        """Of the plans of all buckets, in order."""
-        buckets = tuple(map(_worth_it, plans))
+        """Arrange the buckets of these plans, in order."""
+        buckets = tuple(map(_arrange_if_smaller, plans))
         if not any(buckets):
             return ALL_WHOLE
         layouts = [digest_of(encode_layout(plan.layout)) for plan in plans]
-        found = [each and each[0] for each in buckets]
-        encoded = encode_arrangements(tuple(zip(layouts, found, strict=True)))
+        arrangements = [each and each.arrangement for each in buckets]
+        encoded = encode_arrangements(tuple(zip(layouts, arrangements, strict=True)))
         return cls(buckets, encoded, digest_of(encoded))
 
-    def bucket(self, index: int) -> Arranged | None:
-        """How one comes; None: whole, or there is none of this number."""
+    def bucket(self, index: int) -> ArrangedBucket | None:
+        """How a bucket may come arranged; None if it must come whole, or does not exist."""
         return self.buckets[index] if index < len(self.buckets) else None
 
 
 ALL_WHOLE = ArrangedBuckets()
 
 
-def _worth_it(plan: BucketPlan) -> Arranged | None:
+def _arrange_if_smaller(plan: BucketPlan) -> ArrangedBucket | None:
     limit = MAX_PART * sum(tensor.nbytes for tensor in plan.layout.tensors)
     arranged = arrange(plan) if num_bytes_read(plan) < limit else None
-    return arranged if arranged is not None and end_of(arranged[0]) < limit else None
+    return (
+        arranged if arranged is not None and arranged_nbytes(arranged.arrangement) < limit else None
+    )
 
 
-def arrange(plan: BucketPlan) -> Arranged | None:
-    """What the plan reads of its bucket, and the plan that reads it from the arranged buffer.
-
-    Returns:
-        None where that cannot be said: something is read across the bounds of a tensor.
-    """
+def arrange(plan: BucketPlan) -> ArrangedBucket | None:
+    """Arrange one bucket; None if a copy of its plan reads across the bounds of a tensor."""
     layout = plan.layout
     pieces: list[tuple[int, StridedCopy]] = []
     read: Counter[int] = Counter()
@@ -99,7 +97,7 @@ def arrange(plan: BucketPlan) -> Arranged | None:
         pieces.append((tensor, piece))
         read[tensor] += _nbytes_read(piece)
     repeated = {tensor for tensor, nbytes in read.items() if nbytes > layout.tensors[tensor].nbytes}
-    packing = _Packing(layout)
+    packing = PackingState(layout)
     placed = {tensor: packing.add_whole(tensor) for tensor in sorted({*plan.rest, *repeated})}
     copies = []
     for tensor, piece in sorted(pieces, key=lambda pair: pair[1].src):
@@ -113,17 +111,17 @@ def arrange(plan: BucketPlan) -> Arranged | None:
         copies=tuple(coalesce(copies)),
         rest={tensor: placed[tensor] for tensor in plan.rest},
     )
-    return tuple(packing.reads), rebased
+    return ArrangedBucket(tuple(packing.reads), rebased)
 
 
 def num_bytes_read(plan: BucketPlan) -> int:
-    """About as many bytes as an arrangement of this plan would have, found much sooner."""
+    """A quick estimate of how many bytes an arrangement of this plan would have."""
     copied = sum(_nbytes_read(copy) for copy in plan.copies)
     return copied + sum(plan.layout.tensors[i].nbytes for i in plan.rest)
 
 
-class _Packing:
-    """The arranged buffer while it is filled."""
+class PackingState:
+    """The arranged buffer while reads are added to it."""
 
     def __init__(self, layout: BucketLayout) -> None:
         self.reads: list[Read] = []
@@ -132,7 +130,7 @@ class _Packing:
         self._starts: dict[tuple[Read, Unit], int] = {}
 
     def add_whole(self, tensor: int) -> int:
-        """Send all of a tensor; returns where it starts."""
+        """Add all of a tensor; returns where it starts in the buffer."""
         entry = self._layout.tensors[tensor]
         start = self._stop + -self._stop % ALIGNMENT_BYTES + entry.offset % UNIT_ALIGNMENT
         self.reads.append(Read(tensor, 0, (), entry.nbytes, start))
@@ -140,7 +138,7 @@ class _Packing:
         return start
 
     def add(self, piece: StridedCopy, tensor: int) -> StridedCopy:
-        """Send what `piece` reads, once; returns the copy that moves it on from there."""
+        """Add what `piece` reads, unless it is there already; returns the copy that reads it."""
         ordered, step = sorted(piece.dims, key=lambda dim: dim[1]), piece.run * piece.unit.src_bytes
         within, moves = [], []  # innermost first; what is repeated has stride 0 in the buffer, too
         for count, src, dst in ordered:

@@ -1,11 +1,11 @@
 """From the traces of a sync's buckets to its plan. Pure: reads traces, runs nothing.
 
-A tensor of which `load_weights` makes copies alone is copied by the plan. All others are the plan's
-`rest`, which `load_weights` itself loads after the copies: those of which something else is made,
-also by way of the model (a buffer derived from a parameter), and those whose copies may not run
-ahead of that:
+A tensor that `load_weights` only copies is copied by the plan. All others are the plan's `rest`,
+which `load_weights` itself loads after the copies: those that it computes something from, also
+through the model (a buffer derived from a parameter), and those whose copies may not run first,
+because
 
-- two copies write the same bytes (the later must win);
+- two copies write the same bytes (the later must win), or
 - an earlier step reads or writes bytes that the copy writes.
 
 Steps that need no tensor of the bucket are left out: what they write (zeros in a padded row) stays
@@ -35,7 +35,7 @@ from sglang_loader.common.regions.intervals import (
     subtract,
 )
 from sglang_loader.load_plan.destinations import Destinations
-from sglang_loader.load_plan.left_out import makings, remade, why_stale
+from sglang_loader.load_plan.left_out import derived_writes, recomputed, why_stale
 from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, PlanRefused
 from sglang_loader.load_plan.trace import (
     Space,
@@ -52,10 +52,10 @@ def compile_bucket(traced: TracedBucket) -> BucketPlan:
     live = _live_steps(traced.steps)
     _refuse_unsafe(live)
     host_reads = _judge_host_reads(traced)
-    needed = _with_temporaries(list(_needed(live, traced.layout)))
-    steps = [(step, tensors) for step, tensors in needed if tensors]
+    with_tensors = _with_temporaries(list(_with_tensors(live, traced.layout)))
+    steps = [(step, tensors) for step, tensors in with_tensors if tensors]
     candidates = [_as_copy(step) for step, _ in steps]
-    copies, rest = _divided(steps, candidates)
+    copies, rest = _split_copies(steps, candidates)
     loaded = [step for step, tensors in steps if tensors & rest]
     coalesced = coalesce(copies)
     written, live_in = _effects(coalesced, loaded)
@@ -70,8 +70,8 @@ def compile_bucket(traced: TracedBucket) -> BucketPlan:
         written=written,
         live_in=live_in,
         writes={storage: tuple(merge(found)) for storage, found in writes.items()},
-        left_out=tuple(makings(step for step, tensors in needed if not tensors)),
-        remade=remade([step for step, _ in steps]),
+        left_out=tuple(derived_writes(step for step, tensors in with_tensors if not tensors)),
+        recomputed=recomputed([step for step, _ in steps]),
         host_reads=host_reads,
     )
 
@@ -100,12 +100,14 @@ def _live_steps(steps: Sequence[Step]) -> list[Step]:
     needed: set[int] = set()
     live: list[Step] = []
     for step in reversed(steps):
-        targets = {w.index for w in step.writes if w.space is Space.SLOT}
-        escapes = any(w.space is not Space.SLOT and 0 not in w.region.shape for w in step.writes)
+        targets = {w.index for w in step.writes if w.space is Space.TEMPORARY}
+        escapes = any(
+            w.space is not Space.TEMPORARY and 0 not in w.region.shape for w in step.writes
+        )
         if escapes or needed & targets:
             live.append(step)
             needed |= targets
-            needed.update(r.index for r in step.reads if r.space is Space.SLOT)
+            needed.update(r.index for r in step.reads if r.space is Space.TEMPORARY)
     return live[::-1]
 
 
@@ -118,8 +120,12 @@ def _refuse_unsafe(steps: Iterable[Step]) -> None:
                 raise PlanRefused(f"{step.op} writes a tensor that the model does not reach")
 
 
-def _needed(steps: Sequence[Step], layout: BucketLayout) -> Iterator[tuple[Step, frozenset[int]]]:
-    """Each step with the tensors that it changes, or needs, also by way of the model."""
+def _with_tensors(
+    steps: Sequence[Step], layout: BucketLayout
+) -> Iterator[tuple[Step, frozenset[int]]]:
+    """Each step with the positions of the tensors that it changes or depends on, also through
+    earlier writes to the model.
+    """
     written: dict[tuple[Space, int], list[tuple[Interval, frozenset[int]]]] = defaultdict(list)
     for step in steps:
         found: set[int] = set()
@@ -138,34 +144,34 @@ def _needed(steps: Sequence[Step], layout: BucketLayout) -> Iterator[tuple[Step,
 
 
 def _with_temporaries(
-    needed: Sequence[tuple[Step, frozenset[int]]],
+    steps: Sequence[tuple[Step, frozenset[int]]],
 ) -> list[tuple[Step, frozenset[int]]]:
-    """The same steps; one that makes a temporary has the tensors of those that it is made for."""
+    """The same steps; one that makes a temporary also has the tensors of the steps that read it."""
     made_for: dict[int, frozenset[int]] = defaultdict(frozenset)
     found = []
-    for step, tensors in reversed(needed):
-        made = in_space(step.writes, Space.SLOT)
+    for step, tensors in reversed(steps):
+        made = in_space(step.writes, Space.TEMPORARY)
         tensors = tensors.union(*(made_for[ref.index] for ref in made))
-        for ref in in_space(step.reads, Space.SLOT):
+        for ref in in_space(step.reads, Space.TEMPORARY):
             made_for[ref.index] |= tensors
         found.append((step, tensors))
     return found[::-1]
 
 
-def _divided(
+def _split_copies(
     steps: Sequence[tuple[Step, frozenset[int]]], candidates: Sequence[StridedCopy | None]
 ) -> tuple[list[StridedCopy], set[int]]:
     """The copies that may run first, in any order, and the tensors that are left to `load_weights`.
 
-    What needs one of those is left to it as a whole, and so is a copy to where that has read or
-    written before.
+    A step that needs one of those tensors is left with all of its tensors. So is a copy to bytes
+    that an earlier step, left to `load_weights`, reads or writes.
     """
-    copies = [i for i, copy in enumerate(candidates) if copy is not None]
+    positions = [i for i, copy in enumerate(candidates) if copy is not None]
     overlapping = find_overlapping([copy for copy in candidates if copy is not None])
-    free = set(copies) - {copies[i] for i in overlapping}
+    free = set(positions) - {positions[i] for i in overlapping}
     rest: set[int] = set()
     while True:
-        moved: list[StridedCopy] = []
+        copies: list[StridedCopy] = []
         touched: dict[int, list[Interval]] = defaultdict(list)
         left: set[int] = set()
         for i, ((step, tensors), copy) in enumerate(zip(steps, candidates, strict=True)):
@@ -175,13 +181,13 @@ def _divided(
                 and rest.isdisjoint(tensors)
                 and not meets(touched[copy.storage], copy.dst_bounds())
             ):
-                moved.append(copy)
+                copies.append(copy)
                 continue
             left |= tensors
             for ref in in_space((*step.reads, *step.writes), Space.DESTINATION):
                 touched[ref.index].append(ref.region.bounds())
         if left <= rest:
-            return moved, rest
+            return copies, rest
         rest |= left
 
 

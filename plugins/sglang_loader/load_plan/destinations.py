@@ -99,16 +99,16 @@ class Destinations:
         return tuple(t.name for t in self.tensors if t.storage == storage)
 
 
-def collect_destinations(model: nn.Module, known: Destinations | None = None) -> Destinations:
+def collect_destinations(model: nn.Module, earlier: Destinations | None = None) -> Destinations:
     """Every storage reachable from `model`'s modules. Empty and meta tensors are left out.
 
-    The storages of `known`, an earlier collection, keep their numbers; new ones come after them.
+    The storages of an `earlier` collection keep their numbers; new ones come after them.
 
     Raises:
-        ValueError: two storages overlap in memory (one would be written behind the other's back).
+        ValueError: two storages overlap in memory: a write to one would change the other unseen.
     """
-    storages = list(known.storages) if known is not None else []
-    keep_alive = list(known.keep_alive) if known is not None else []
+    storages = list(earlier.storages) if earlier is not None else []
+    keep_alive = list(earlier.keep_alive) if earlier is not None else []
     seen = {(s.data_ptr, s.nbytes): i for i, s in enumerate(storages)}
     tensors: list[TensorEntry] = []
     opaque: list[str] = []

@@ -1,13 +1,11 @@
-"""Replays a load plan: a few fused copies per bucket, and `load_weights` for the tensors that are
-left. Launches work, never waits for it.
+"""Replays a load plan: a few fused copies per bucket, and `load_weights` for the plan's `rest`.
+Launches work, never waits for it.
 
     executor = PlanExecutor(plan, model.load_weights)
-    executor.replay(0, BucketSource.flat(staging))      # on the current stream; the caller
-    synchronises
+    executor.replay(0, BucketSource.flat(staging))   # on the current stream; asynchronous
 
-Binding (turning descriptors into addresses of concrete memory) is done once per source, and lasts
-as long as that does: whoever lets go of a source lets go of its memory. Which bytes of which memory
-the copies read is found once per map of a bucket, however often that memory is another.
+Copies are computed once per `BucketMap`, and bound to addresses once per `BucketSource`. Both are
+kept as long as their map or source lives, so that dropping a source frees its memory.
 """
 
 from __future__ import annotations
@@ -25,14 +23,12 @@ from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, LoadWeights
 
 SCRATCH = -1
-"""In a storage's place: what the loader is given."""
+"""Number that stands for the scratch buffer of what the model's loader loads, beside storages'."""
 
 
 @dataclass(frozen=True)
 class _Binding:
-    """Concrete views for one bucket: the copies, and the tensors that are left for the loader, in
-    `scratch`.
-    """
+    """Launches of the copies of one bucket, and the tensors in `scratch` for the model's loader."""
 
     plan: BucketPlan
     copies: list[Callable[[], object]]
@@ -60,9 +56,8 @@ class PlanExecutor:
         self._scratch_nbytes = max(rest, default=0)
 
     def replay(self, index: int, source: BucketSource, arranged: BucketPlan | None = None) -> None:
-        """Load a bucket from `source`, on any device that copies reach, asynchronously on the
-        current stream, but for what the model's loader loads. `arranged`: the bucket's plan where
-        the source has what that reads alone.
+        """Load a bucket from `source`, asynchronously on the current stream, except for the tensors
+        that the model's loader loads. `arranged`: the plan of a bucket that came arranged.
 
         Raises:
             IndexError: there is no such bucket.
@@ -81,7 +76,7 @@ class PlanExecutor:
         binding.run(self._load_weights)
 
     def _scratch_on(self, device: torch.device) -> torch.Tensor:
-        """Memory for what the loader loads of any bucket: they take turns."""
+        """Memory for the `rest` of any bucket: buckets use it one after the other."""
         scratch = self._scratch.get(device)
         if scratch is None:
             scratch = self._scratch[device] = _empty(self._scratch_nbytes, device)
@@ -96,22 +91,24 @@ def replay_once(
     _Copies(plan, source.map).bind(destinations.memory, source, scratch).run(load_weights)
 
 
-def copied_apart(
+def copy_to_new_memory(
     plan: BucketPlan, storage: int, memory: Sequence[torch.Tensor], buffer: torch.Tensor
 ) -> torch.Tensor:
-    """What a plan copies out of a bucket to one storage, in memory of its own, which is zero where
-    it writes nothing; of `SCRATCH`: what the loader would be given. `memory`: the model's storages,
-    which stay as they are.
+    """Do a plan's copies to one storage in new memory instead, which is zero elsewhere.
+
+    Args:
+        storage: the storage's number; `SCRATCH`: what the model's loader would be given.
+        memory: the model's storages, which are not written.
     """
     is_scratch = storage == SCRATCH
     copies = tuple(copy for copy in plan.copies if copy.storage == storage)
     plan = replace(plan, copies=copies, rest=plan.rest if is_scratch else {})
     source, scratch = BucketSource.flat(buffer), _empty(plan.rest_layout().nbytes, buffer.device)
-    apart = scratch.zero_() if is_scratch else torch.zeros_like(memory[storage])
-    targets = [apart if number == storage else other for number, other in enumerate(memory)]
+    target = scratch.zero_() if is_scratch else torch.zeros_like(memory[storage])
+    targets = [target if number == storage else other for number, other in enumerate(memory)]
     for copy in _Copies(plan, source.map).bind(targets, source, scratch).copies:
         copy()
-    return apart
+    return target
 
 
 def _empty(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -120,9 +117,7 @@ def _empty(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 class _Copies:
-    """A bucket's copies out of the memories that its map names, to storages or to the scratch: the
-    same wherever those memories are.
-    """
+    """A bucket's copies from the numbered memories of its map, to storages or to the scratch."""
 
     def __init__(self, plan: BucketPlan, bucket_map: BucketMap) -> None:
         self.plan = plan
@@ -136,7 +131,7 @@ class _Copies:
     def bind(
         self, storages: Sequence[torch.Tensor], source: BucketSource, scratch: torch.Tensor
     ) -> _Binding:
-        """The copies out of this memory, asynchronous on a GPU."""
+        """Bind the copies to the memory of `source`."""
         targets = *storages, scratch
         copies = self._fused.between(source.memories, targets, source.device)
         with torch.inference_mode(False), torch.no_grad():

@@ -1,8 +1,8 @@
 """Decides, before every sync, whether a load plan still holds, and says in words why not.
 
-`what_changed` compares what of the engine can change while it lives (its context: plain values, the
-expert map among them) with what that was when the plan was made. `DestinationProbe` looks whether
-the model's modules and tensors are where they were: under 1 ms for 30 B.
+`what_changed` compares the engine's context (plain values that may change while it lives, such as
+the expert map) with the context of the plan. `DestinationProbe` checks that the model's modules and
+tensors are where they were: under 1 ms for 30 B.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class DestinationProbe:
     """Notices a model whose tensors are no longer where the plan writes."""
 
     def __init__(self, model: nn.Module, destinations: Destinations) -> None:
-        known = {tensor.name for tensor in destinations.tensors}
-        tensors = [place for place in iterate_tensors(model) if place.name in known]
+        names = {tensor.name for tensor in destinations.tensors}
+        tensors = [place for place in iterate_tensors(model) if place.name in names]
         self._places: list[tuple[str, Any, Any, object]] = [
             (f"module {path}.{name}".replace(" .", " "), module._modules, name, child)
             for path, module in model.named_modules()
@@ -50,20 +50,20 @@ class DestinationProbe:
         self._sizes = list(map(len, self._registries))
 
     def mismatch(self) -> str | None:
-        """Which module or tensor is not where and what it was; None: all are. Each is under 1 µs.
+        """The first module or tensor that was replaced, added or removed, in words, or None.
 
-        Blind to a tensor in a new attribute that is neither parameter nor buffer.
+        A tensor in a new attribute that is neither parameter nor buffer goes unnoticed.
         """
-        for name, container, key, known in self._places:
+        for name, container, key, before in self._places:
             try:
-                if container[key] is not known:
+                if container[key] is not before:
                     return f"{name} was rebound"
             except (KeyError, IndexError):
                 return f"{name} is gone"
         if (now := _geometry_of(self._tensors)) != self._geometry:
-            before = zip(*self._geometry, strict=True)
-            places = zip(self._names, before, zip(*now, strict=True), strict=True)
-            name = next(name for name, known, found in places if known != found)
+            olds, news = zip(*self._geometry, strict=True), zip(*now, strict=True)
+            pairs = zip(self._names, olds, news, strict=True)
+            name = next(name for name, old, new in pairs if old != new)
             return f"{name} was rebound, or has another shape, stride or dtype"
         if list(map(len, self._registries)) != self._sizes:
             return "a module, parameter or buffer was added or is gone"
@@ -71,8 +71,7 @@ class DestinationProbe:
 
 
 def _geometry_of(tensors: Sequence[torch.Tensor]) -> tuple[list[object], ...]:
-    """Where the tensors' elements lie and what they are, which `tensor.data = other` changes; by
-    columns: a list for each property."""
+    """A list for each property of the tensors that `tensor.data = other` may change."""
     return (
         list(map(torch.Tensor.data_ptr, tensors)),
         list(map(torch.Tensor.storage_offset, tensors)),

@@ -1,10 +1,10 @@
-"""Sees tensor data that reaches Python without an operator, and keeps the harmless case replayable.
+"""Detects tensor data that reaches Python without an operator, which a plan could not replay.
 
-`tolist`, `numpy`, DLPack and raw pointers bypass the dispatcher: each is reported, and refuses the
-plan if the data is data of a sync. `item` is different: SGLang's default loader writes scalars as
-`param.fill_(loaded.item())`. While tracing, `item` returns a stand-in; `fill_` with a stand-in
-becomes the copy that it is, and any other use of it reports a host read and yields the number.
-One that outlives the load, in an attribute say, would be used later, unseen.
+`tolist`, `numpy`, DLPack and raw pointers bypass the dispatcher: each is reported, and the plan is
+refused if the data belongs to a sync. `item` is different: SGLang's default loader writes scalars
+as `param.fill_(loaded.item())`. While tracing, `item` returns a `DeferredScalar`: `fill_` with it
+becomes a copy, any other use of it reports a host read and yields the number. One that outlives
+the load, in an attribute for example, would be used later without being seen.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sglang_loader.load_plan.trace import map_leaves
 MEMORY_GIVEN_AWAY = frozenset(
     {"numpy", "__array__", "__dlpack__", "data_ptr", "const_data_ptr", "mutable_data_ptr"}
 )
-"""Whoever has called these can also write the memory, unseen."""
+"""Methods through which the memory can also be written without being seen."""
 
 UNDISPATCHED_READS = MEMORY_GIVEN_AWAY | {"tolist"}
 
@@ -37,12 +37,12 @@ class HostReadWatch(TorchFunctionMode):
     def __init__(self, report: Report) -> None:
         super().__init__()
         self._report = report
-        self._stand_ins: list[ref[DeferredScalar]] = []
+        self._scalars: list[ref[DeferredScalar]] = []
 
     @property
-    def keeps_numbers(self) -> bool:
-        """True if somebody still has a stand-in."""
-        return any(stand_in() is not None for stand_in in self._stand_ins)
+    def has_live_scalars(self) -> bool:
+        """True if somebody still holds a `DeferredScalar` of this trace."""
+        return any(scalar() is not None for scalar in self._scalars)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -53,16 +53,16 @@ class HostReadWatch(TorchFunctionMode):
         if func in _WATCHED and args and isinstance(args[0], torch.Tensor):
             tensor, name = args[0], func.__name__
             if name == "item" and tensor.numel() == 1 and not tensor.is_complex():
-                stand_in = DeferredScalar(tensor, self._report)
-                self._stand_ins.append(ref(stand_in))
-                return stand_in
+                scalar = DeferredScalar(tensor, self._report)
+                self._scalars.append(ref(scalar))
+                return scalar
             if name in UNDISPATCHED_READS:
                 self._report(name, tensor)
         return func(*args, **kwargs)
 
 
 class DeferredScalar:
-    """What `item` returns during a trace: a number that is not looked at until somebody does."""
+    """What `item` returns during a trace: a number that is read when it is first used."""
 
     def __init__(self, tensor: torch.Tensor, report: Report) -> None:
         self.tensor = tensor

@@ -1,12 +1,10 @@
-"""What `load_weights` does without a tensor of the bucket, and a plan leaves out. Pure.
+"""Checks that a plan may leave out the writes that `load_weights` makes without a tensor of the
+bucket. Pure.
 
-Zeros in a padded row stay as they are. So does what is made of other weights (MLA's `w_kc`, which
-some models make for all layers whenever they are called) if it is up to date: the last bucket of a
-sync that writes those weights then makes it of them, too. The proof of one bucket cannot tell this:
-the other buckets of the sync must be looked at.
-
-    steps = makings(...)           # of one bucket; of those that the plan does, `remade`
-    why_stale(buckets, destinations)
+Zeros in a padded row stay as they are. Weights derived from other weights (MLA's `w_kc`, which some
+models compute for all layers in every call) may stay as they are if they are up to date: the last
+bucket of a sync that writes their sources must derive them, too. The proof of one bucket cannot
+tell this, so `why_stale` looks at all buckets of the sync.
 """
 
 from __future__ import annotations
@@ -16,69 +14,72 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from sglang_loader.common.regions.intervals import Interval, meets, merge, num_bytes
 from sglang_loader.load_plan.destinations import Destinations
-from sglang_loader.load_plan.plan import BucketPlan, Making
+from sglang_loader.load_plan.plan import BucketPlan, DerivedWrite
 from sglang_loader.load_plan.trace import Space, Step, TensorRef, in_space
 
 Writes = Mapping[int, Sequence[Interval]]
 """Byte ranges by destination storage."""
 
 
-def makings(steps: Iterable[Step]) -> Iterator[Making]:
-    """Those that write to the model, and need no data but the model's."""
+def derived_writes(steps: Iterable[Step]) -> Iterator[DerivedWrite]:
+    """The steps that write to the model and need no data but the model's."""
     for step in steps:
-        made = tuple(in_space(step.writes, Space.DESTINATION))
-        if made and all(origin.space is Space.DESTINATION for origin in step.origins):
-            yield Making(step.op, made, frozenset(step.origins))
+        targets = tuple(in_space(step.writes, Space.DESTINATION))
+        if targets and all(origin.space is Space.DESTINATION for origin in step.origins):
+            yield DerivedWrite(step.op, targets, frozenset(step.origins))
 
 
-def remade(steps: Sequence[Step]) -> frozenset[Making]:
-    """Those after which no other step writes what they write or read."""
-    found: set[Making] = set()
+def recomputed(steps: Sequence[Step]) -> frozenset[DerivedWrite]:
+    """The derived writes after which no other step writes their targets or sources."""
+    found: set[DerivedWrite] = set()
     later: dict[int, list[Interval]] = defaultdict(list)
     for step in reversed(steps):
-        for making in makings([step]) if step.origins else ():
-            if not is_written((*making.made, *making.of), later):
-                found.add(making)
+        for write in derived_writes([step]) if step.origins else ():
+            if not is_written((*write.targets, *write.sources), later):
+                found.add(write)
         for ref in in_space(step.writes, Space.DESTINATION):
             later[ref.index].append(ref.region.bounds())
     return frozenset(found)
 
 
 def is_written(refs: Iterable[TensorRef], writes: Writes) -> bool:
-    """True if any byte of these may be."""
+    """True if any byte of these tensors may be written."""
     return any(meets(writes.get(ref.index, ()), ref.region.bounds()) for ref in refs)
 
 
 def why_stale(buckets: Sequence[BucketPlan], destinations: Destinations) -> str | None:
-    """What would not be as `load_weights` leaves it, after a sync by these plans; None: all is."""
-    left_out: dict[Making, list[int]] = defaultdict(list)  # by step the buckets
-    never: dict[int, list[Interval]] = defaultdict(list)  # made, once the plans are used
+    """The first weight that a sync by these plans would leave otherwise than `load_weights`, in
+    words; None if there is none.
+    """
+    left_out: dict[DerivedWrite, list[int]] = defaultdict(list)  # and the buckets that leave it out
+    unwritten: dict[int, list[Interval]] = defaultdict(list)  # bytes by destination storage
     for number, bucket in enumerate(buckets):
-        for step in bucket.left_out:
-            left_out[step].append(number)
-    for ref in (ref for step in left_out for ref in step.made):
-        never[ref.index].append(ref.region.bounds())
-    for storage, ranges in never.items():
+        for write in bucket.left_out:
+            left_out[write].append(number)
+    for ref in (ref for write in left_out for ref in write.targets):
+        unwritten[ref.index].append(ref.region.bounds())
+    for storage, ranges in unwritten.items():
         if num_bytes(ranges) > num_bytes(merge(ranges)):  # the last one counts, if both are done
             return f"load_weights writes {destinations.storages[storage].name} again without data"
-    for step, numbers in left_out.items():
-        name = destinations.storages[step.made[0].index].name
-        done = [number for number, bucket in enumerate(buckets) if step in bucket.remade]
-        writing = [i for i, bucket in enumerate(buckets) if is_written(step.made, bucket.writes)]
-        changing = [i for i, bucket in enumerate(buckets) if is_written(step.of, bucket.writes)]
-        is_read = any(is_written(step.made, bucket.live_in) for bucket in buckets)
+    for write, numbers in left_out.items():
+        targets, sources = write.targets, write.sources
+        name = destinations.storages[targets[0].index].name
+        done = [i for i, bucket in enumerate(buckets) if write in bucket.recomputed]
+        to_targets = [i for i, bucket in enumerate(buckets) if is_written(targets, bucket.writes)]
+        to_sources = [i for i, bucket in enumerate(buckets) if is_written(sources, bucket.writes)]
+        is_read = any(is_written(targets, bucket.live_in) for bucket in buckets)
         for number in numbers:
-            others = [i for i in writing if i < number or (is_read and i > number)]
+            others = [i for i in to_targets if i < number or (is_read and i > number)]
             if _last_before(number, others) not in (None, *done):
                 return f"load_weights writes {name} again in another bucket"
-            is_changed = _last_before(number, changing) not in (None, *done)
-            if is_changed or is_written(step.of, never):
+            is_changed = _last_before(number, to_sources) not in (None, *done)
+            if is_changed or is_written(sources, unwritten):
                 return f"load_weights makes {name} of what other buckets change"
     return None
 
 
 def _last_before(number: int, buckets: Sequence[int]) -> int | None:
-    """The one of some buckets that came last before bucket `number`, in this sync or, from that
-    bucket on, in the sync before; None: there are none.
+    """Which of `buckets` was loaded last before bucket `number` comes: one before it in this sync,
+    else the last one of the sync before; None if `buckets` is empty.
     """
     return max(buckets, key=lambda i: (i < number, i), default=None)

@@ -1,15 +1,14 @@
-"""The compiled load plan: what to do with each bucket so that every byte lands where the model's
-own loader puts it.
+"""The compiled load plan: how to load each bucket so that every byte lands where the model's own
+loader puts it.
 
 A `LoadPlan` is made once (`compiler`), executed many times (`executor`), and for each bucket holds
 
 - `copies`: strided copies straight from the bucket into destination storages, in any order, no byte
   written twice;
-- `rest`: the tensors of which the loader makes more than copies (a sum with what they are, a
-  derived buffer, `cat`): it loads them itself, after the copies.
+- `rest`: the tensors that the loader does not only copy (it adds them, derives a buffer, calls
+  `cat`): it loads them itself, after the copies.
 
-It also knows what it proved about the whole sync: `coverage` (which bytes are written, whatever was
-there before).
+Its `coverage` are the bytes of the model that a whole sync is proven to overwrite.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ class PlanRefused(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Making:
-    """A step that writes parts of the model, made of other parts (`of`), or of nothing."""
+class DerivedWrite:
+    """A step that computes parts of the model from other parts of it, or from nothing."""
 
     op: torch._ops.OpOverload
-    made: tuple[TensorRef, ...]
-    of: frozenset[TensorRef]
+    targets: tuple[TensorRef, ...]
+    sources: frozenset[TensorRef]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +52,12 @@ class BucketPlan:
         rest: tensors that `load_weights` loads, by position in the layout: the first byte of each
             in the buffer that the plan reads. The loader gets a copy, which it may change.
         written: by destination storage the byte ranges that this bucket surely overwrites.
-        live_in: likewise those that the loading of `rest` reads as they were before.
-        writes: likewise those within which its tensors are written at all.
-        left_out: what `load_weights` does without a tensor of the bucket, and the plan does not.
-        remade: such steps that come after a write of what they read, and so are done.
+        live_in: by destination storage the byte ranges of which the loading of `rest` reads the old
+            content.
+        writes: by destination storage the byte ranges that the bucket's tensors may be written to.
+        left_out: the derived writes of `load_weights` that the plan does not repeat.
+        recomputed: derived writes that a replay does, as they depend on tensors of this bucket; no
+            later step of it writes their targets or sources.
         host_reads: `(what, storage, byte range)` of the model's data that reached Python: harmless
             only if no sync ever writes it.
     """
@@ -67,14 +68,14 @@ class BucketPlan:
     written: Mapping[int, tuple[Interval, ...]]
     live_in: Mapping[int, tuple[Interval, ...]]
     writes: Mapping[int, tuple[Interval, ...]]
-    left_out: tuple[Making, ...]
-    remade: frozenset[Making]
+    left_out: tuple[DerivedWrite, ...]
+    recomputed: frozenset[DerivedWrite]
     host_reads: tuple[tuple[str, int, Interval], ...]
 
     @property
     def touched(self) -> set[int]:
         """Destination storages that `load_weights` may write to."""
-        return {*self.writes, *(ref.index for step in self.left_out for ref in step.made)}
+        return {*self.writes, *(ref.index for step in self.left_out for ref in step.targets)}
 
     def rest_layout(self) -> BucketLayout:
         """The tensors of `rest` alone, in their order."""
@@ -87,8 +88,8 @@ class LoadPlan:
     """The plans of all buckets of a sync, in order, and what holds for the sync as a whole.
 
     Attributes:
-        coverage: by storage (the first path that reaches it) the sorted byte ranges that a sync
-            writes without needing what was there.
+        coverage: by `StorageEntry.name` the sorted byte ranges that a sync overwrites without
+            reading them first.
     """
 
     buckets: tuple[BucketPlan, ...]
@@ -97,7 +98,6 @@ class LoadPlan:
 
     @property
     def num_copies(self) -> int:
-        """Strided copies of a sync."""
         return sum(len(bucket.copies) for bucket in self.buckets)
 
     @property

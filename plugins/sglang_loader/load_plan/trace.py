@@ -1,6 +1,5 @@
-"""What a trace is made of: operator calls whose tensors are places in memory.
-
-The nouns between `tracer` (which records them) and `compiler` (which turns them into a plan).
+"""The data of a trace: operator calls whose tensors are places in memory. `tracer` records it, and
+`compiler` turns it into a plan.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class Space(Enum):
 
     BUCKET = "bucket"
     DESTINATION = "destination"
-    SLOT = "slot"
+    TEMPORARY = "temporary"
     CONSTANT = "constant"
 
 
@@ -38,12 +37,11 @@ class TensorRef:
 
 
 def in_space(refs: Iterable[TensorRef], space: Space) -> list[TensorRef]:
-    """Those of some tensors that lie there."""
     return [ref for ref in refs if ref.space is space]
 
 
 def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
-    """The same lists, tuples and dicts of `change(leaf)`: arguments of an operator."""
+    """Nested lists, tuples and dicts (arguments of an operator) with `change` applied to leaves."""
     if isinstance(value, list):
         return [map_leaves(change, item) for item in value]
     if isinstance(value, tuple):
@@ -54,7 +52,7 @@ def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def leaves(value: Any) -> list[Any]:
-    """What stands in lists, tuples and dicts, in order: arguments or results of an operator."""
+    """The leaves of nested lists, tuples and dicts: arguments or results of an operator."""
     if not isinstance(value, (list, tuple, dict)):
         return [value]
     found: list[Any] = []
@@ -70,29 +68,29 @@ _MEMORY = (Space.BUCKET, Space.DESTINATION)
 
 
 class Origins:
-    """What data was made of, bytes of the bucket and of the model: follows a load in order."""
+    """Tells which parts of the bucket and of the model went into each tensor of a load."""
 
     def __init__(self) -> None:
         self._made_of: dict[tuple[Space, int], tuple[TensorRef, ...]] = {}
 
     def of(self, ref: TensorRef) -> tuple[TensorRef, ...]:
-        """Parts of the bucket and of the model that went into a tensor."""
+        """Parts of the bucket and of the model that went into `ref`."""
         if ref.space in _MEMORY:
             return (ref,)
         return self._made_of.get((ref.space, ref.index), ())
 
-    def has(self, slot: int) -> bool:
-        """True if any of that went into a temporary."""
-        return bool(self._made_of.get((Space.SLOT, slot)))
+    def has(self, temporary: int) -> bool:
+        """True if any part of the bucket or of the model went into a temporary."""
+        return bool(self._made_of.get((Space.TEMPORARY, temporary)))
 
     def follow(
         self, reads: Sequence[TensorRef], writes: Sequence[TensorRef]
     ) -> tuple[TensorRef, ...]:
-        """The next step; returns the origins of all that it reads."""
-        found = tuple([origin for ref in reads for origin in self.of(ref)])
+        """Take note of the next step; returns the origins of all that it reads."""
+        origins = tuple([origin for ref in reads for origin in self.of(ref)])
         for key in [(ref.space, ref.index) for ref in writes if ref.space not in _MEMORY]:
-            self._made_of[key] = tuple(dict.fromkeys((*self._made_of.get(key, ()), *found)))
-        return found
+            self._made_of[key] = tuple(dict.fromkeys((*self._made_of.get(key, ()), *origins)))
+        return origins
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +98,8 @@ class Step:
     """One recorded operator call.
 
     Attributes:
-        writes: the temporaries that it made, too.
-        origins: parts of the bucket and of the model that went into what it reads, also by way of
-            temporaries.
+        writes: including the temporaries that it made.
+        origins: parts of the bucket and of the model that it reads, also through temporaries.
     """
 
     op: torch._ops.OpOverload
@@ -120,7 +117,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class HostRead:
-    """Tensor data that reached Python: a plan cannot replay what was decided with it."""
+    """Tensor data that reached Python: a plan cannot replay decisions that depend on it."""
 
     what: str
     tensor: TensorRef
@@ -134,7 +131,7 @@ class TracedBucket:
         destinations: the model's storages at that time.
         steps: in order.
         origins: of the temporaries, after the last step.
-        problems: why that is not all, or cannot be planned.
+        problems: why no plan can be made of this.
     """
 
     layout: BucketLayout

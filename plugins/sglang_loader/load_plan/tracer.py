@@ -11,8 +11,8 @@ What the mode cannot see is named or prevented:
   runs what this thread submits at once.
 - Reads of tensor data by the host: `equal`, `bool` and the like are operators with a tag; the
   others are seen by `host_reads`.
-- Memory that the loader keeps, for a later call, where the model does not reach: it is found alive
-  after the load, and refuses the plan. What is made of it later would not be replayed.
+- Memory that the loader keeps for a later call, where the model does not reach it, and whose use
+  would not be replayed: it is found alive after the load, and the plan is refused.
 - Threads and kernels that no mode can see: `verify.check_bucket` finds their writes.
 """
 
@@ -65,24 +65,24 @@ def trace_bucket(
 ) -> TracedBucket:
     """Load one bucket under tracing. Takes a scratch copy of it.
 
-    If that puts tensors elsewhere, it is loaded and traced once more: loaders of the
-    `bind_or_assign` kind bind new memory on their first call and copy into it on later ones, and
-    only what the later ones do can be replayed.
+    If that rebinds tensors, it is loaded and traced once more: loaders of the `bind_or_assign` kind
+    bind new memory in their first call and copy into it in later ones, and only later calls can be
+    replayed.
 
     Args:
         buffer: uint8 of shape `[layout.nbytes]` or more.
-        earlier: the model's storages after the bucket before.
+        earlier: the model's storages after the last bucket.
 
     Raises:
-        PlanRefused: what it does cannot be traced. The bucket is loaded all the same.
+        PlanRefused: the load cannot be traced. The bucket is loaded all the same.
         ValueError: the buffer does not fit the layout.
         Exception: what `load_weights` raises.
     """
     source = buffer[: layout.nbytes]
     for is_last in (False, True):
         try:
-            # Nothing has moved as a rule: the model is walked once, after the load, and only where
-            # that finds it otherwise once more before.
+            # As a rule nothing was rebound since: then one walk over the model, after the load, is
+            # enough.
             before = earlier if earlier and not is_last else _collect(model, earlier)
             traced, moved = _trace_once(model, load_weights, layout, source, before, earlier)
         except Exception as error:
@@ -105,13 +105,13 @@ def _trace_once(
     before: Destinations,
     earlier: Destinations | None,
 ) -> tuple[TracedBucket, str | None]:
-    """Also which of the model's tensors the load put elsewhere; None: none."""
+    """The trace, and which tensor of the model was rebound, in words, or None."""
     traced = TracedBucket(layout, before)
-    passing = _record(traced, load_weights, source)
+    temporary = _record(traced, load_weights, source)
     moved = first_difference(before, _collect(model, before))
-    if moved is None and earlier is not None:  # what was bound since is new to the plan
+    if moved is None and earlier is not None:  # it may have been rebound since the last bucket
         moved = first_difference(earlier, before, new_allowed=True)
-    if moved is None and any(map(_is_kept, passing)):
+    if moved is None and any(map(_is_kept, temporary)):
         traced.problems.append("load_weights keeps a tensor where the model does not reach")
     return traced, moved
 
@@ -119,31 +119,31 @@ def _trace_once(
 def _record(
     traced: TracedBucket, load_weights: LoadWeights, source: torch.Tensor
 ) -> list[StorageWeakRef]:
-    """Load a copy of the bucket; returns the memory that is to be free by now: of that copy, and of
-    what was made of it and of the model.
+    """Load a copy of the bucket; returns the memory that should be free after it: that of the copy,
+    and of temporaries made from it or from the model.
     """
     scratch = source.clone()  # loaders may change their sources in place
     views = traced.layout.views(scratch)  # made here: the recorder does not see them made
-    recorder = _Recorder(traced, scratch)
+    recorder = _DispatchRecorder(traced, scratch)
     watch = HostReadWatch(recorder.note_host_read)
     with inline_thread_pools(), recorder, watch:
         load_weights(iter(views))
-    if watch.keeps_numbers:
+    if watch.has_live_scalars:
         raise PlanRefused("load_weights keeps a number that it has read of a tensor")
-    made = [ref for number, ref in recorder.made.items() if traced.origins.has(number)]
+    made = [ref for number, ref in recorder.temporaries.items() if traced.origins.has(number)]
     return [StorageWeakRef(scratch.untyped_storage()), *made]
 
 
 def _is_kept(memory: StorageWeakRef) -> bool:
-    """True if somebody holds it, and not only a cycle that no collection has come upon."""
+    """True if somebody still holds it, apart from a reference cycle."""
     if not memory.expired():
         gc.collect(0)
     return not memory.expired()
 
 
-def _collect(model: nn.Module, known: Destinations | None) -> Destinations:
+def _collect(model: nn.Module, earlier: Destinations | None) -> Destinations:
     try:
-        found = collect_destinations(model, known)
+        found = collect_destinations(model, earlier)
     except ValueError as error:
         raise PlanRefused(str(error)) from error
     if found.opaque:
@@ -151,8 +151,8 @@ def _collect(model: nn.Module, known: Destinations | None) -> Destinations:
     return found
 
 
-_one_patch = threading.RLock()
-"""Threads that trace at a time would undo their patches in another order, and leave one behind."""
+_patch_lock = threading.RLock()
+"""Threads that trace at the same time might undo their patches in the wrong order."""
 
 
 @contextmanager
@@ -175,16 +175,16 @@ def inline_thread_pools() -> Iterator[None]:
             done.set_exception(error)
         return done
 
-    with _one_patch:
+    with _patch_lock:
         submit = ThreadPoolExecutor.submit
         with mock.patch.object(ThreadPoolExecutor, "submit", run_now):
             yield
 
 
-class _Recorder(TorchDispatchMode):
-    """Turns dispatched operators into the steps of `trace`. Temporaries are known by their storage
-    object, held weakly: the memory is freed as in an eager load, yet no other storage can take the
-    same identity while the trace lasts. `made`: these, by number.
+class _DispatchRecorder(TorchDispatchMode):
+    """Turns dispatched operators into the steps of `trace`. `temporaries`, by number, are weak
+    references: their memory is freed as in an eager load, yet no other storage object can take the
+    same identity during the trace.
     """
 
     def __init__(self, trace: TracedBucket, bucket: torch.Tensor) -> None:
@@ -193,7 +193,7 @@ class _Recorder(TorchDispatchMode):
         self._bucket_start = bucket.data_ptr()
         self._bucket_stop = self._bucket_start + bucket.numel()
         self._places: dict[int, tuple[Space, int, int]] = {}
-        self.made: dict[int, StorageWeakRef] = {}
+        self.temporaries: dict[int, StorageWeakRef] = {}
         self._held: list[object] = []
         self._numbers = count()
 
@@ -230,8 +230,8 @@ class _Recorder(TorchDispatchMode):
         writes = [ref for ref in leaves(written) if isinstance(ref, TensorRef)]
         for made in leaves(out):
             if isinstance(made, torch.Tensor) and made.untyped_storage()._cdata not in self._places:
-                ref = self._ref(made, Space.SLOT)
-                if ref.space is Space.SLOT:
+                ref = self._ref(made, Space.TEMPORARY)
+                if ref.space is Space.TEMPORARY:
                     writes.append(ref)
         if not writes:
             return
@@ -259,14 +259,16 @@ class _Recorder(TorchDispatchMode):
         return self._ref(value) if isinstance(value, torch.Tensor) else value
 
     def _ref(self, tensor: torch.Tensor, unknown: Space = Space.CONSTANT) -> TensorRef:
-        """Where a tensor is; `unknown`: the space of memory that is neither known nor found."""
+        """Where a tensor is; `unknown`: the space of memory that is seen for the first time and is
+        neither the bucket's nor a destination.
+        """
         storage = tensor.untyped_storage()
         place = self._places.get(storage._cdata)
         if place is None:
             place = self._find(storage) or (unknown, next(self._numbers), 0)
             self._places[storage._cdata] = place
-            if place[0] is Space.SLOT:
-                self.made[place[1]] = StorageWeakRef(storage)
+            if place[0] is Space.TEMPORARY:
+                self.temporaries[place[1]] = StorageWeakRef(storage)
             else:
                 self._held.append(storage)
             is_plain = tensor.layout == torch.strided and tensor.device.type != "meta"

@@ -1,7 +1,7 @@
-"""What a traced `load_weights` made of each tensor of its bucket. Pure: runs nothing.
+"""How a traced `load_weights` has used each tensor of its bucket. Pure: runs nothing.
 
 uses = uses_of(traced)
-uses.idle                                     # tensors that nothing was made of
+uses.unused                                   # names of tensors that did not change the model
 uses.tensors["model.norm.weight"].dtypes      # of the parameters that its data went to
 uses.written["model.norm.weight"]             # the bytes of that storage that were written
 """
@@ -30,13 +30,13 @@ from sglang_loader.load_plan.trace import (
 
 @dataclass
 class TensorUse:
-    """What became of one tensor.
+    """How one tensor of a bucket was used.
 
     Attributes:
-        parts: regions of it that were read; the whole as None.
+        parts: regions of it that were read; None stands for the whole tensor.
         dtypes: of the model's tensors that its data went to.
-        is_applied: something was made of it that stays.
-        is_broadcast: it was repeated to fill what it was copied to.
+        is_applied: its data, or something computed from it, was written to the model.
+        is_broadcast: a copy repeated it to fill a larger destination.
     """
 
     parts: set[Region | None] = field(default_factory=set)
@@ -47,12 +47,12 @@ class TensorUse:
 
 @dataclass(frozen=True)
 class BucketUses:
-    """What became of one bucket.
+    """How the tensors of one bucket were used.
 
     Attributes:
-        tensors: by name; one that was not even read is absent.
+        tensors: by name; without those that were not read.
         written: the model's bytes that were written, by `StorageEntry.name`.
-        problem: why that is not all of it; None if it is.
+        problem: why this may be incomplete, or None.
     """
 
     layout: BucketLayout
@@ -61,11 +61,11 @@ class BucketUses:
     problem: str | None = None
 
     @property
-    def idle(self) -> list[str]:
-        """Tensors with bytes of which nothing was made.
+    def unused(self) -> list[str]:
+        """Names of tensors, except for empty ones, that were not applied.
 
         A loader that needs two tensors in one call (MLA's `q_a_proj` and `kv_a_proj_with_mqa`)
-        drops both without a word when a bucket boundary parts them.
+        silently drops both when a bucket boundary parts them.
         """
         return [
             tensor.name
@@ -113,7 +113,7 @@ def uses_of(traced: TracedBucket) -> BucketUses:
 
 
 def _part_of(tensor: BucketTensor, read: Region) -> Region | None:
-    """What is read of a tensor, from its first byte on; None: all of it."""
+    """The region read, with its offset counted from the tensor's start; None if it is all of it."""
     is_whole = math.prod(read.shape) * read.itemsize >= tensor.nbytes
     return None if is_whole else replace(read, offset=read.offset - tensor.offset)
 

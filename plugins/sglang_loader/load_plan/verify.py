@@ -31,14 +31,14 @@ from sglang_loader.common.copies import gather_reads
 from sglang_loader.common.digest import digests
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.intervals import subtract
-from sglang_loader.load_plan.arrange import Arranged
+from sglang_loader.load_plan.arrange import ArrangedBucket
 from sglang_loader.load_plan.destinations import (
     Destinations,
     StorageEntry,
     collect_destinations,
     first_difference,
 )
-from sglang_loader.load_plan.executor import SCRATCH, copied_apart, replay_once
+from sglang_loader.load_plan.executor import SCRATCH, copy_to_new_memory, replay_once
 from sglang_loader.load_plan.plan import BucketPlan, LoadWeights
 
 POISON = 0xA5
@@ -60,8 +60,8 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass
-class KnownDigests:
-    """What every storage held after the last good check; at first that is not known."""
+class CheckedDigests:
+    """Digests of all storages after the last check that succeeded; empty before the first."""
 
     storages: tuple[StorageEntry, ...] = ()
     values: list[tuple[int, ...]] = field(default_factory=list)
@@ -73,21 +73,21 @@ def check_bucket(
     destinations: Destinations,
     load_weights: LoadWeights,
     buffer: torch.Tensor,
-    known: KnownDigests | None = None,
+    last: CheckedDigests | None = None,
 ) -> str | None:
-    """Prove one bucket's plan against the eager loader: what it does otherwise; None: nothing.
+    """Prove one bucket's plan against the eager loader; returns the difference, or None.
 
-    Takes a scratch copy on the device: of the bucket, and of what its loading reads of the model.
+    Takes scratch copies on the device: of the bucket, and of what its loading reads of the model.
     The weights end as the bucket says: after a failed check it is loaded eagerly once more, onto
     what there was before the scrambled copy.
 
     Args:
-        known: by the check before, if nothing was loaded since but this bucket: then only what the
-            plan knows of is looked at twice. Anything else must be as it was. Brought up to date.
+        last: digests of the check before, if nothing was loaded since: expected again of the
+            storages that the plan does not touch. Updated in place.
     """
     source = buffer[: bucket.layout.nbytes]
     load_weights(iter(bucket.layout.views(source.clone())))
-    expected = _expected(bucket, destinations, known)
+    expected = _expected(bucket, destinations, last)
     read: list[tuple[torch.Tensor, torch.Tensor]] = []  # of the model, and what it held
 
     def differs() -> str | None:
@@ -113,17 +113,17 @@ def check_bucket(
         for piece, before in read:  # a maximum, say, of what comes and what is there
             piece.copy_(before)
         load_weights(iter(bucket.layout.views(source.clone())))
-    if known is not None:
-        known.storages = destinations.storages if reason is None else ()
-        known.values = expected
+    if last is not None:
+        last.storages = destinations.storages if reason is None else ()
+        last.values = expected
     return reason
 
 
 def why_misarranged(
-    bucket: BucketPlan, arranged: Arranged, destinations: Destinations
+    bucket: BucketPlan, arranged: ArrangedBucket, destinations: Destinations
 ) -> str | None:
-    """Prove that the plan of an arranged bucket copies what the bucket's own plan does, which was
-    proved: other bytes, into memory of their own, a storage at a time. What differs; None: nothing.
+    """Prove that the plan of an arranged bucket copies what the bucket's own, proved plan copies:
+    both copy random bytes to new memory, one storage at a time. Returns the difference, or None.
     """
     arrangement, rebased = arranged
     storages = sorted({copy.storage for copy in (*bucket.copies, *rebased.copies)})
@@ -136,8 +136,8 @@ def why_misarranged(
     tensors = [view for _, view in bucket.layout.views(whole)]
     gathered = gather_reads(arrangement, tensors, device)
     for storage in (*storages, SCRATCH):
-        expected = copied_apart(bucket, storage, memory, whole)
-        if not torch.equal(copied_apart(rebased, storage, memory, gathered), expected):
+        expected = copy_to_new_memory(bucket, storage, memory, whole)
+        if not torch.equal(copy_to_new_memory(rebased, storage, memory, gathered), expected):
             names = (
                 ("what its loader gets",) if storage == SCRATCH else destinations.names_of(storage)
             )
@@ -146,12 +146,12 @@ def why_misarranged(
 
 
 def _expected(
-    bucket: BucketPlan, destinations: Destinations, known: KnownDigests | None
+    bucket: BucketPlan, destinations: Destinations, last: CheckedDigests | None
 ) -> list[tuple[int, ...]]:
     """The digests after an eager load."""
-    if known is None or known.storages != destinations.storages:
+    if last is None or last.storages != destinations.storages:
         return digest(destinations)
-    values, touched = list(known.values), sorted(bucket.touched)
+    values, touched = list(last.values), sorted(bucket.touched)
     for i, value in zip(touched, digest(destinations, touched), strict=True):
         values[i] = value
     return values

@@ -1,11 +1,12 @@
-"""From what `load_weights` made of a sync's tensors to what does not fit the model. Pure.
+"""Finds which tensors of a sync do not fit the engine's model, from the uses that `load_weights`
+made of them. Pure.
 
 A rank of a tensor-parallel engine reads its part of a tensor, an expert-parallel one its experts
-alone. So each rank makes a `RankView` of its own loads, and `judge` puts all of them together: a
-tensor is dropped if no rank uses it, and its bytes are read if any rank reads them.
+alone. So each rank makes a `RankView` of its own loads, and `judge` combines all of them: a tensor
+is unexpected if no rank uses it, and its bytes are read if any rank reads them.
 
-What is normal for a model is learned from its published checkpoint: a tensor that stands there in
-the same shape is never unexpected.
+The model's published checkpoint tells what is normal: a tensor that it has in the same shape is
+never unexpected.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -23,35 +25,45 @@ from sglang_loader.common.regions.intervals import merge
 from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.uses import BucketUses, TensorUse
 
-Spec = tuple[str, torch.dtype, tuple[int, ...]]
-"""(name, dtype, shape)."""
 
-Published = Mapping[str, Spec]
+class Spec(NamedTuple):
+    """A tensor of a sync or of a published checkpoint."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+PublishedTensors = Mapping[str, Spec]
 """The tensors of a published checkpoint, by name."""
 
 _TIED_HEAD = "lm_head.weight"
 _EMBEDDING = "embed_tokens.weight"
 _SCALED = frozenset((torch.float8_e4m3fn, torch.float8_e5m2))
-"""Weights in these are numbers of which the value is elsewhere: in their scale."""
+"""Dtypes of weights that are stored with a separate scale."""
 MAX_NAMED = 20
 _ROTARY = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 
 
 @dataclass(frozen=True)
 class RankView:
-    """What one rank says of a sync's tensors.
+    """How the tensors of a sync fit the model on one rank.
 
     Attributes:
-        idle: tensors that this rank makes nothing of.
-        partial: of the others, what was read, where that is not all.
-        clashes: tensors of another kind of number than their destination, with the reason; where
-            this rank cannot tell more, of those alone that are in fp8 on one side.
-        missing: what nothing in the sync writes on this rank.
+        unused: tensors that do not change the model on this rank.
+        partial: by name, the regions that were read of tensors that were not read as a whole.
+        clashes: by name, why a tensor's kind of number or size is not that of its destination; with
+            `unknown`, only where one of both is in fp8.
+        missing: weights that nothing in the sync writes on this rank.
         doubtful: parameters that are not written, where it is unknown whether they should be.
-        unknown: why this rank cannot tell all that; None: it can.
+        unknown: why all this could not be found on this rank, or None.
     """
 
-    idle: frozenset[str] = frozenset()
+    unused: frozenset[str] = frozenset()
     partial: Mapping[str, frozenset[Region]] = field(default_factory=dict)
     clashes: Mapping[str, str] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
@@ -61,14 +73,14 @@ class RankView:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What of a sync's tensors does not fit the model.
+    """Which tensors of a sync do not fit the model, on all ranks together.
 
     Attributes:
-        not_checked: why the check means nothing; None if it does.
+        not_checked: why nothing could be checked, or None.
         unexpected: tensors that the model drops, or does not know.
         mismatched: tensors whose shape or dtype it cannot take, each with the reason.
         missing: weights that nothing in the sync writes.
-        doubtful: not errors: what cannot be told without the names of a published checkpoint.
+        doubtful: weights that may be missing or unexpected: only a published checkpoint could tell.
     """
 
     not_checked: str | None = None
@@ -79,7 +91,7 @@ class Verdict:
 
     @property
     def fits(self) -> bool:
-        """Nothing speaks against these tensors."""
+        """True if no tensor is unexpected, mismatched or missing."""
         return not (self.unexpected or self.mismatched or self.missing)
 
     def text(self) -> str:
@@ -94,7 +106,7 @@ class Verdict:
         )
 
     def remark(self) -> str:
-        """What a user should know though it is no error, in one line; "": nothing."""
+        """One line for the user about a sync that is not refused; "" if there is nothing to say."""
         parts = [
             f"not checked: {self.not_checked}" if self.not_checked is not None else "",
             "" if self.fits else f"the weights do not fit the engine's model: {self.text()}",
@@ -104,7 +116,7 @@ class Verdict:
 
 
 def _may_become(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether a cast keeps the meaning: floats become floats, but 8-bit ones have a scale."""
+    """Whether a cast keeps the value: not from floats of 8 or 4 bits, which have a scale."""
     if source == target:
         return True
     if "float8" in str(source) or "float4" in str(source):
@@ -115,26 +127,26 @@ def _may_become(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def _both_scaled(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether both, or neither, are numbers that mean nothing without a scale."""
+    """Whether both or neither of the dtypes need a scale."""
     return (source in _SCALED) == (target in _SCALED)
 
 
 def view_of(uses: Sequence[BucketUses]) -> RankView:
-    """One rank's view, but for what is missing."""
+    """One rank's view, except for `missing` and `doubtful`."""
     partial, clashes = {}, {}
     for tensor, use in _used(uses):
         if use.is_applied and use.parts and None not in use.parts:
             partial[tensor.name] = frozenset(part for part in use.parts if part is not None)
         if use.is_broadcast:
             clashes[tensor.name] = "smaller than what it would fill"
-    idle = frozenset(name for bucket in uses for name in bucket.idle)
-    return RankView(idle=idle, partial=partial, clashes={**clashes, **clashes_of(uses)})
+    unused = frozenset(name for bucket in uses for name in bucket.unused)
+    return RankView(unused=unused, partial=partial, clashes={**clashes, **clashes_of(uses)})
 
 
 def clashes_of(
     uses: Sequence[BucketUses], agree: Callable[[torch.dtype, torch.dtype], bool] = _may_become
 ) -> dict[str, str]:
-    """Tensors whose dtype does not agree with one that their data went to, in words."""
+    """By name, the tensors whose dtype does not `agree` with that of a destination, and why."""
     return {
         tensor.name: f"{_short(tensor.dtype)}, the engine has {_short(target)}"
         for tensor, use in _used(uses)
@@ -143,9 +155,9 @@ def clashes_of(
     }
 
 
-def blind_view_of(uses: Sequence[BucketUses], unknown: str) -> RankView:
-    """Of a quantised model, whose loader may arrange anything: a cast between fp8 and others takes
-    the number for the value, or loses its scale.
+def view_of_quantised(uses: Sequence[BucketUses], unknown: str) -> RankView:
+    """The view of a quantised model, whose loader may convert tensors in any way. Only a cast to or
+    from fp8 is surely wrong: it ignores the scale.
     """
     return RankView(unknown=unknown, clashes=clashes_of(uses, _both_scaled))
 
@@ -159,14 +171,13 @@ def _used(uses: Sequence[BucketUses]) -> Iterator[tuple[BucketTensor, TensorUse]
 
 
 def missing_tensors(
-    uses: Sequence[BucketUses], destinations: Destinations, published: Published | None
+    uses: Sequence[BucketUses], destinations: Destinations, published: PublishedTensors | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(surely missing, perhaps missing): what would have filled the parameters that the sync has
-    not written in full.
+    """The weights (surely missing, perhaps missing) from a sync that left parameters unwritten.
 
-    These are the tensors of the published checkpoint that were not sent and belong to the same
-    module. Where it names none, or there is none, the parameters themselves are named, and what
-    counts is whether the same parameter of another layer or expert is written.
+    They are the published checkpoint's tensors that were not sent and belong to the same module as
+    such a parameter. Without any, the parameters themselves are named: as surely missing if the
+    same parameter of another layer or expert was written.
     """
     unsent: list[str] = []
     if published is not None:
@@ -186,7 +197,7 @@ def missing_tensors(
 
 
 def _written(uses: Sequence[BucketUses], destinations: Destinations) -> dict[str, bool]:
-    """By parameter whether the sync has written all of it."""
+    """Whether the sync has written all of each parameter, by name."""
     written = {
         storage.name: merge(
             interval for bucket in uses for interval in bucket.written.get(storage.name, ())
@@ -222,29 +233,31 @@ def _from_layer(name: str) -> list[str]:
     return parts[-2:] if number is None else parts[max(0, number - 1) :]
 
 
-def judge(specs: Sequence[Spec], views: Sequence[RankView], published: Published | None) -> Verdict:
+def judge(
+    specs: Sequence[Spec], views: Sequence[RankView], published: PublishedTensors | None
+) -> Verdict:
     """All ranks' views as one verdict; the same on every rank."""
     if blind := [view for view in views if view.unknown is not None]:
         clashes = {name: reason for view in blind for name, reason in view.clashes.items()}
-        unscaled = (_described(s, clashes[s[0]], None) for s in specs if s[0] in clashes)
+        unscaled = (_described(s, clashes[s.name], None) for s in specs if s.name in clashes)
         return Verdict(
             not_checked=blind[0].unknown if not clashes else None, mismatched=tuple(unscaled)
         )
-    normal = {spec[0] for spec in specs if published and _is_normal(spec, published)}
+    normal = {spec.name for spec in specs if published and _is_normal(spec, published)}
     embeddings = {shape for name, _, shape in specs if name.endswith(_EMBEDDING)}
     mismatched: list[str] = []
     unexpected: list[str] = []
     doubtful: list[str] = []
     for spec in specs:
-        name, _, shape = spec
-        known = published.get(name) if published is not None else None
-        if all(name in view.idle for view in views):
-            if known is None and not _may_be_dropped(name, shape, embeddings):
+        name = spec.name
+        expected = published.get(name) if published is not None else None
+        if all(name in view.unused for view in views):
+            if expected is None and not _may_be_dropped(spec, embeddings):
                 (doubtful if published is None else unexpected).append(name)
-            elif known is not None and name not in normal:
-                mismatched.append(_described(spec, "not used like this", known))
-        elif name not in normal and (reason := _mismatch(spec, views, known)):
-            mismatched.append(_described(spec, reason, known))
+            elif expected is not None and name not in normal:
+                mismatched.append(_described(spec, "not used like this", expected))
+        elif name not in normal and (reason := _mismatch(spec, views, expected)):
+            mismatched.append(_described(spec, reason, expected))
     return Verdict(
         unexpected=tuple(unexpected),
         mismatched=tuple(mismatched),
@@ -253,43 +266,44 @@ def judge(specs: Sequence[Spec], views: Sequence[RankView], published: Published
     )
 
 
-def _is_normal(spec: Spec, published: Published) -> bool:
-    known = published.get(spec[0])
-    return known is not None and known[2] == spec[2] and _may_become(spec[1], known[1])
+def _is_normal(spec: Spec, published: PublishedTensors) -> bool:
+    expected = published.get(spec.name)
+    if expected is None or expected.shape != spec.shape:
+        return False
+    return _may_become(spec.dtype, expected.dtype)
 
 
-def _mismatch(spec: Spec, views: Sequence[RankView], known: Spec | None) -> str | None:
-    """What is wrong with a tensor that `load_weights` took without a word."""
-    name = spec[0]
-    clash = next((view.clashes[name] for view in views if name in view.clashes), None)
+def _mismatch(spec: Spec, views: Sequence[RankView], expected: Spec | None) -> str | None:
+    """Why a tensor that `load_weights` accepted does not fit, or None."""
+    clash = next((view.clashes[spec.name] for view in views if spec.name in view.clashes), None)
     if clash is not None:
         return clash
     if unread := _unread_bytes(spec, views):
-        return f"{unread} of {_nbytes(spec)} bytes are read by no rank"
-    if known is not None and math.prod(known[2]) != math.prod(spec[2]):
-        return f"{math.prod(spec[2])} elements"
+        return f"{unread} of {spec.nbytes} bytes are read by no rank"
+    if expected is not None and math.prod(expected.shape) != math.prod(spec.shape):
+        return f"{math.prod(spec.shape)} elements"
     return None
 
 
-def _may_be_dropped(name: str, shape: tuple[int, ...], embeddings: set[tuple[int, ...]]) -> bool:
-    """An output layer tied to the embedding comes under both names; rotary tables are computed."""
-    return name.endswith(_ROTARY) or (name.endswith(_TIED_HEAD) and shape in embeddings)
+def _may_be_dropped(spec: Spec, embeddings: set[tuple[int, ...]]) -> bool:
+    """True for an output layer tied to the embedding, and for rotary tables, which are computed."""
+    is_tied_head = spec.name.endswith(_TIED_HEAD) and spec.shape in embeddings
+    return is_tied_head or spec.name.endswith(_ROTARY)
 
 
 def _unread_bytes(spec: Spec, views: Sequence[RankView]) -> int:
     """A lower bound: parts that overlap count twice."""
-    users = [view for view in views if spec[0] not in view.idle]
-    if not all(spec[0] in view.partial for view in users):
+    users = [view for view in views if spec.name not in view.unused]
+    if not all(spec.name in view.partial for view in users):
         return 0  # some rank reads all of it
-    parts = {part for view in users for part in view.partial[spec[0]]}
-    return max(0, _nbytes(spec) - sum(math.prod(p.shape) * p.itemsize for p in parts))
+    parts = {part for view in users for part in view.partial[spec.name]}
+    return max(0, spec.nbytes - sum(math.prod(p.shape) * p.itemsize for p in parts))
 
 
-def _described(spec: Spec, reason: str, known: Spec | None) -> str:
-    name, _, shape = spec
-    differs = known is not None and known[2] != shape
-    instead = f"; published: {list(known[2])}" if known is not None and differs else ""
-    return f"{name} {list(shape)} ({reason}{instead})"
+def _described(spec: Spec, reason: str, expected: Spec | None) -> str:
+    if expected is not None and expected.shape != spec.shape:
+        reason += f"; published: {list(expected.shape)}"
+    return f"{spec.name} {list(spec.shape)} ({reason})"
 
 
 def _listed(found: Sequence[str]) -> str:
@@ -299,10 +313,6 @@ def _listed(found: Sequence[str]) -> str:
 
 def _pattern(name: str) -> str:
     return re.sub(r"\d+", "*", name)
-
-
-def _nbytes(spec: Spec) -> int:
-    return math.prod(spec[2]) * spec[1].itemsize
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -18,14 +18,14 @@ from sglang_loader.common.broadcast.update_group import abort
 from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.session.messages import LoadBucket, SessionError
-from sglang_loader.session.state import Sources
+from sglang_loader.session.mapped_memory import SourceCache
 
 NUM_BUFFERS = 2
 
 
 @dataclass(frozen=True)
-class _Arriving:
-    """A bucket that is on its way in a group; `buffer`: all of what it is received into."""
+class _IncomingBucket:
+    """A bucket that is being received in a group, into `buffer`."""
 
     name: str
     group: Any
@@ -33,7 +33,7 @@ class _Arriving:
     transfers: list[Transfer] = field(default_factory=list)
 
     def is_over(self) -> bool:
-        """False if bytes may still come: also where a transfer has failed."""
+        """False if bytes may still come, also after a transfer has failed."""
         try:
             return all(transfer.is_done() for transfer in self.transfers)
         except BroadcastError:
@@ -41,19 +41,17 @@ class _Arriving:
 
 
 class GroupReceiver:
-    """How a session's buckets come that are broadcast or sent: into buffers of this process.
-
-    The interface is that of `MappedMemory`: it serves one session after the other. Its two buffers
-    are kept from sync to sync: while a bucket is loaded out of one, the next arrives in the other.
+    """Receives buckets into two buffers, which are kept from sync to sync: while a bucket is loaded
+    from one, the next comes into the other. The interface is that of `MappedMemory`.
     """
 
     max_unread = NUM_BUFFERS
 
     def __init__(self) -> None:
         self._buffers = _no_buffers()
-        self._sources = Sources()
-        self._arriving: deque[_Arriving] = deque()
-        self._unfinished: list[_Arriving] = []  # of sessions that are over
+        self._sources = SourceCache()
+        self._incoming: deque[_IncomingBucket] = deque()
+        self._unfinished: list[_IncomingBucket] = []  # of sessions that are over
         self._group: Any = None
         self._senders: Any = None
         self._device = torch.device("cpu")
@@ -62,11 +60,11 @@ class GroupReceiver:
     def begin_session(
         self, group: Any, senders: Any, device: torch.device, timeout_s: float
     ) -> GroupReceiver:
-        """Itself.
+        """Begin a session; returns itself.
 
         Args:
-            group: the trainer's first rank is its rank 0, and broadcasts.
-            senders: the group of all trainer ranks; None where they do not send.
+            group: process group whose rank 0, the trainer's first rank, broadcasts.
+            senders: process group in which all trainer ranks send, or None.
             device: of the buffers.
             timeout_s: longest time that a transfer may take, in seconds.
         """
@@ -74,39 +72,41 @@ class GroupReceiver:
         self._device, self._timeout_s = device, timeout_s
         return self
 
-    def begin(self, message: LoadBucket, layout: BucketLayout) -> None:
-        """Begin to receive a bucket; SessionError is raised where it is to come neither by
-        broadcast nor from all trainer ranks.
+    def begin_bucket(self, message: LoadBucket, layout: BucketLayout) -> None:
+        """Begin to receive a bucket.
+
+        Raises:
+            SessionError: it is neither broadcast nor sent by the trainer's ranks.
         """
         if message.buffers or (message.arranged and not message.receives):
             raise SessionError(f"bucket {message.index} of a session with a group is not sent")
         if message.receives:
             self._receive_parts(message)
             return
-        arriving = self._arrives(message, self._group, layout.nbytes)
-        flat = arriving.buffer[: layout.nbytes]
-        arriving.transfers.append(Broadcast(flat, self._group))
+        incoming = self._add_incoming(message, self._group, layout.nbytes)
+        flat = incoming.buffer[: layout.nbytes]
+        incoming.transfers.append(Broadcast(flat, self._group))
 
     def _receive_parts(self, message: LoadBucket) -> None:
         group, receives = self._senders, message.receives
         if group is None or any(len(sizes) != group.size() for sizes in receives):
             raise SessionError(f"bucket {message.index} is sent by ranks that are in no group here")
-        arriving = self._arrives(message, group, sum(map(sum, receives)))
-        buffer, stop = arriving.buffer, 0
+        incoming = self._add_incoming(message, group, sum(map(sum, receives)))
+        buffer, stop = incoming.buffer, 0
         for sizes in receives:
             start, stop = stop, stop + sum(sizes)
             work = all_to_all(buffer[:0], [0] * len(sizes), buffer[start:stop], sizes, group)
-            arriving.transfers.append(Transfer(work, self._device))
+            incoming.transfers.append(Transfer(work, self._device))
 
-    def _arrives(self, message: LoadBucket, group: Any, nbytes: int) -> _Arriving:
-        """Note the next bucket before anything of it can come."""
+    def _add_incoming(self, message: LoadBucket, group: Any, nbytes: int) -> _IncomingBucket:
+        """Add the next bucket, before any of its bytes can come."""
         buffer = self._buffer(message.index, nbytes)
-        self._arriving.append(_Arriving(f"bucket {message.index}", group, buffer))
-        return self._arriving[-1]
+        self._incoming.append(_IncomingBucket(f"bucket {message.index}", group, buffer))
+        return self._incoming[-1]
 
     def _buffer(self, index: int, nbytes: int) -> torch.Tensor:
-        """For the `index`-th bucket of a sync, at least `nbytes` long: the buffer of the bucket
-        `NUM_BUFFERS` before, which is overwritten.
+        """The buffer for the `index`-th bucket of a sync, at least `nbytes` long; it overwrites the
+        bucket `NUM_BUFFERS` before.
         """
         slot = index % NUM_BUFFERS
         if self._buffers[slot].numel() < nbytes or self._buffers[slot].device != self._device:
@@ -115,27 +115,28 @@ class GroupReceiver:
             self._buffers[slot] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         return self._buffers[slot]
 
-    def has_come(self) -> bool:
-        """True if the oldest bucket that was begun is there; BroadcastError is raised where nothing
-        came in time, or a trainer rank is gone.
+    def has_arrived(self) -> bool:
+        """True if the oldest bucket that was begun is complete.
+
+        Raises:
+            BroadcastError: it did not come in time, or a trainer rank is gone.
         """
-        oldest = self._arriving[0]
+        oldest = self._incoming[0]
         return all(each.has_arrived(self._timeout_s, oldest.name) for each in oldest.transfers)
 
     def source(self, message: LoadBucket, nbytes: int) -> BucketSource:
-        """The bytes of the oldest bucket that was begun, which has come."""
-        return self._sources.of(message, {0: self._arriving.popleft().buffer}, nbytes)
+        """Where the oldest bucket that was begun is, once it `has_arrived`."""
+        return self._sources.of(message, {0: self._incoming.popleft().buffer}, nbytes)
 
     def release(self) -> None:
-        """End a session. The buffers are kept for the next one, but for those into which bytes may
-        still come; the groups of these are no more use.
+        """End a session; drop buffers into which bytes may still come, whose groups are broken.
 
-        On a GPU a transfer that goes on would block whatever frees memory there, such as the
-        release of the KV cache. On a CPU it ends when the group is left: the trainer, whose own
-        fails with it, first hears why.
+        On a GPU such a transfer is aborted: it would block whatever frees memory there, such as the
+        release of the KV cache. On a CPU it ends when the group is left, after the trainer has been
+        told why the session failed: aborting it would make the trainer's own transfers fail first.
         """
-        unfinished = [each for each in self._arriving if not each.is_over()]
-        self._arriving.clear()
+        unfinished = [each for each in self._incoming if not each.is_over()]
+        self._incoming.clear()
         if not unfinished:
             return
         if self._device.type == "cuda":
@@ -146,11 +147,11 @@ class GroupReceiver:
         self._drop_buffers()
 
     def is_waiting_in(self, group: Any) -> bool:
-        """True if a transfer in this group has begun here and is not done: it may never be."""
+        """True if a transfer of an ended session is still outstanding in this group."""
         return any(each.group is group and not each.is_over() for each in self._unfinished)
 
     def drop_group(self, group: Any) -> None:
-        """The group is gone: give the memory back."""
+        """Forget a group that this process leaves, and free the buffers."""
         self._unfinished = [each for each in self._unfinished if each.group is not group]
         self._drop_buffers()
 

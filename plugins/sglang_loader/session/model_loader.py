@@ -1,4 +1,4 @@
-"""Load the syncs of one model: by `load_weights` at first, then by a load plan that was checked.
+"""Loads the syncs of one model: by `load_weights` at first, then by a load plan that was checked.
 
     loader = loader_of(model)
     loader.start(context, recheck_every_n_syncs=0, uses_plan=True)
@@ -9,8 +9,8 @@
 The first sync loads eagerly while its plan is recorded and checked, bucket by bucket; later syncs
 replay. Where the plan does not hold (another layout, another expert map, a parameter at another
 address, a failed check), the model's own `load_weights` loads the rest of that sync, and the reason
-is logged once. Weights are right in either case. A bucket of which only what this rank reads has
-come cannot be loaded so: then the sync fails.
+is logged once. Weights are right in either case. An arranged bucket, of which only this rank's part
+has come, cannot be loaded eagerly: then the sync fails.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from sglang_loader.load_plan import (
 from sglang_loader.load_plan.arrange import ALL_WHOLE, ArrangedBuckets
 from sglang_loader.load_plan.guard import what_changed
 from sglang_loader.load_plan.verify import why_misarranged
-from sglang_loader.session.recording import Recorder
+from sglang_loader.session.recording import PlanRecorder
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class SyncOutcome:
         num_replayed: buckets loaded by the plan.
         num_eager: buckets loaded by `load_weights`.
         reason: why some were eager; None where all were replayed.
-        may_read_in_place: a plan holds.
+        may_read_in_place: a plan holds, so that later buckets may be the trainer's own memory.
     """
 
     num_replayed: int
@@ -73,9 +73,9 @@ class _LoadMode(Enum):
 
 
 @dataclass
-class _Compiled:
-    """A plan that was checked, with what runs and guards it; `arranged`: once a trainer has asked
-    for it.
+class _CheckedPlan:
+    """A plan that was checked, its executor and its probe; its arrangements, once a trainer has
+    asked for them.
     """
 
     plan: LoadPlan
@@ -85,30 +85,30 @@ class _Compiled:
 
 
 class ModelLoader:
-    """Loads the syncs of one model; one per model and process. `uses`: what became of each bucket
-    of this sync, in order.
+    """Loads the syncs of one model; one per model and process. `uses`: those of the tensors of each
+    bucket of this sync, in order.
     """
 
     def __init__(self, model: Any) -> None:
         self.uses: list[BucketUses] = []
         self._model = model
-        self._recorder = Recorder(model)
-        self._compiled: _Compiled | None = None
+        self._recorder = PlanRecorder(model)
+        self._checked: _CheckedPlan | None = None
         self._load_mode = _LoadMode.EAGER
         self._context: Mapping[str, object] = {}
         self._reason: str | None = None
         self._logged: set[str] = set()
-        self._unfit: tuple[BucketLayout, str] | None = None
+        self._unplannable: tuple[BucketLayout, str] | None = None  # first bucket, reason
         self._num_recordings = 0
         self._syncs_since_check = 0
         self._num_replayed = 0
-        self._known_uses: dict[int, BucketUses] = {}  # by bucket; of all buckets of a plan
+        self._uses_of_bucket: dict[int, BucketUses] = {}  # by index; complete if there is a plan
         self._addresses_checked = False
 
     def start(
         self, context: Mapping[str, object], *, recheck_every_n_syncs: int, uses_plan: bool = True
     ) -> None:
-        """Begin a sync; one that broke off before is forgotten.
+        """Begin a sync.
 
         Args:
             recheck_every_n_syncs: check the plan against `load_weights` in every n-th sync that it
@@ -121,12 +121,12 @@ class ModelLoader:
         self._recorder.restart()
         self._addresses_checked = False
         if changed is not None:
-            self._known_uses, self._unfit = {}, None
-        if self._compiled is not None and (changed is not None or not uses_plan):
+            self._uses_of_bucket, self._unplannable = {}, None
+        if self._checked is not None and (changed is not None or not uses_plan):
             self._drop_plan(changed or "this sync is to be loaded without a plan")
         if not uses_plan:
             self._load_mode = _LoadMode.EAGER
-        elif self._compiled is None:
+        elif self._checked is None:
             self._load_mode = _LoadMode.RECORD
         else:
             self._syncs_since_check += 1
@@ -143,35 +143,33 @@ class ModelLoader:
         if self._addresses_checked:
             return
         self._addresses_checked = True
-        if self._compiled is not None and (mismatch := self._compiled.probe.mismatch()):
-            self._known_uses = {}
+        if self._checked is not None and (mismatch := self._checked.probe.mismatch()):
+            self._uses_of_bucket = {}
             self._drop_plan(mismatch)
 
     @property
     def plan(self) -> LoadPlan | None:
-        """By which later syncs are loaded, as far as it is known."""
-        return self._compiled.plan if self._compiled is not None else None
+        """The plan that later syncs will be loaded by, or None."""
+        return self._checked.plan if self._checked is not None else None
 
     @property
     def arranged(self) -> ArrangedBuckets:
-        """How buckets may come in this sync, once it has started."""
-        if self._compiled is None or self._load_mode is not _LoadMode.REPLAY:
+        """Which buckets may come arranged in this sync, once it has started."""
+        if self._checked is None or self._load_mode is not _LoadMode.REPLAY:
             return ALL_WHOLE
-        return self._compiled.arranged or ALL_WHOLE
+        return self._checked.arranged or ALL_WHOLE
 
     def arrange(self) -> ArrangedBuckets:
-        """How buckets may come in later syncs, now that a trainer asks for it; all whole where the
-        plan of one that is arranged does not do what its own does.
-        """
-        if self._compiled is None:
+        """Which buckets may come arranged in later syncs; made and proved when first asked for."""
+        if self._checked is None:
             return ALL_WHOLE
-        if self._compiled.arranged is None:
+        if self._checked.arranged is None:
             try:
-                self._compiled.arranged = _proved_arrangements(self._compiled.plan)
+                self._checked.arranged = _proved_arrangements(self._checked.plan)
             except Exception as error:  # out of memory, say: another sync may have more
                 logger.error("whole buckets are wanted: others cannot be proved: %r", error)
                 return ALL_WHOLE
-        return self._compiled.arranged
+        return self._checked.arranged
 
     def load(
         self,
@@ -184,12 +182,10 @@ class ModelLoader:
         """Load the `index`-th bucket of the sync; asynchronous on a GPU. The source stays as it is.
 
         Args:
-            arranged: only what this rank reads has come, see the property: it cannot be loaded
-                eagerly.
+            arranged: only the part that this rank reads has come, as `self.arranged` says.
 
         Returns:
-            True if all work is on the current stream: the plan was replayed, and leaves nothing to
-            `load_weights`.
+            True if all work is on the current stream: the plan was replayed without `load_weights`.
 
         Raises:
             SessionError: the bucket is arranged, and no plan holds for it.
@@ -199,8 +195,8 @@ class ModelLoader:
         is_planned = self._load_mode in (_LoadMode.REPLAY, _LoadMode.CHECK)
         if is_planned and (reason := self._why_not_planned(index, layout)):
             self._drop_plan(reason)
-        rebased = self._rebased(index) if arranged else None
-        if self._load_mode is _LoadMode.REPLAY and self._replay(index, source, rebased):
+        arranged_plan = self._arranged_plan(index) if arranged else None
+        if self._load_mode is _LoadMode.REPLAY and self._replay(index, source, arranged_plan):
             return self.plan is not None and not self.plan.buckets[index].rest
         is_first = index == 0 and self._load_mode is _LoadMode.RECORD
         if is_first and (reason := self._why_not_recorded(layout)):
@@ -215,16 +211,16 @@ class ModelLoader:
             self._load_eagerly(index, layout, buffer)
         return False
 
-    def _rebased(self, index: int) -> BucketPlan:
-        """The plan of a bucket of which only what this rank reads has come."""
+    def _arranged_plan(self, index: int) -> BucketPlan:
+        """The plan that loads a bucket which came arranged."""
         arranged = self.arranged.bucket(index)
         if arranged is None:
             reason = self._reason or "this sync needs whole buckets"
             raise SessionError(f"bucket {index} came arranged and cannot be loaded so: {reason}")
-        return arranged[1]
+        return arranged.plan
 
     def finish(self) -> SyncOutcome:
-        """End a sync whose buckets all came."""
+        """End a sync that has brought all of its buckets."""
         if self._load_mode is _LoadMode.RECORD:
             self._compile()
             self._reason = self._reason or MAKING_PLAN
@@ -236,8 +232,8 @@ class ModelLoader:
         plan, backup = self.plan, backup_of(self._model)
         if plan is not None and backup is not None:
             if (num_loaded := len(self.uses)) == (num_buckets := len(plan.buckets)):
-                # It has written all of it, or what was loaded is proven to be that. Also after a
-                # failed sync, which withdrew it.
+                # The sync has written all of the plan's coverage. Published again after a failed
+                # sync, which withdrew it.
                 backup.publish(plan)
             else:
                 backup.sync_in_part(f"a sync had {num_loaded} of the plan's {num_buckets} buckets")
@@ -249,68 +245,70 @@ class ModelLoader:
         )
 
     def _why_not_recorded(self, first: BucketLayout) -> str | None:
-        """Why no plan is made of a sync that begins with this bucket."""
+        """Why no plan is made of a sync that begins with this bucket, or None."""
         if self._num_recordings >= MAX_RECORDINGS:
             return f"{MAX_RECORDINGS} plans in a row did not last for one sync"
-        if self._unfit is None or self._unfit[0] != first:
+        if self._unplannable is None or self._unplannable[0] != first:
             return None
-        return self._unfit[1]
+        return self._unplannable[1]
 
     def _why_not_planned(self, index: int, layout: BucketLayout) -> str | None:
-        """Why a bucket is not the plan's."""
-        assert self._compiled is not None
-        buckets = self._compiled.plan.buckets
+        """Why the plan cannot load this bucket, or None."""
+        assert self._checked is not None
+        buckets = self._checked.plan.buckets
         if index >= len(buckets):
             return f"the plan has {len(buckets)} buckets, the sync more"
         if buckets[index].layout is not layout and buckets[index].layout != layout:
             return f"bucket {index} has another layout than the plan's"
         return None
 
-    def _replay(self, index: int, source: BucketSource, rebased: BucketPlan | None) -> bool:
-        """False if it failed: load the bucket, and the rest of the sync, eagerly."""
-        assert self._compiled is not None
+    def _replay(self, index: int, source: BucketSource, arranged_plan: BucketPlan | None) -> bool:
+        """Replay a bucket; False if that failed, so that the rest of the sync is to be eager."""
+        assert self._checked is not None
         try:
-            self._compiled.executor.replay(index, source, rebased)
+            self._checked.executor.replay(index, source, arranged_plan)
         except Exception as error:
-            if rebased is not None:
-                raise  # the other bytes are not there
+            if arranged_plan is not None:
+                raise  # the rest of the bucket did not come
             self._drop_plan(f"the replay of bucket {index} failed: {error!r}")
             self._load_mode = _LoadMode.EAGER  # a recording needs more memory, and may fail, too
             return False
         self._num_replayed += 1
-        self.uses.append(self._known_uses[index])
+        self.uses.append(self._uses_of_bucket[index])
         return True
 
     def _check(self, index: int, buffer: torch.Tensor) -> None:
-        assert self._compiled is not None
-        plan = self._compiled.plan
+        assert self._checked is not None
+        plan = self._checked.plan
         reason = self._recorder.why_unproven(plan.buckets[index], plan.destinations, buffer)
         if reason is not None:
             self.uses.append(BucketUses(plan.buckets[index].layout, problem=reason))
-            self._known_uses = {}
+            self._uses_of_bucket = {}
             self._drop_plan(f"bucket {index}: {reason}")
             return
-        self.uses.append(self._known_uses[index])
+        self.uses.append(self._uses_of_bucket[index])
 
     def _record(self, index: int, layout: BucketLayout, buffer: torch.Tensor) -> None:
         uses, reason = self._recorder.record(layout, buffer)
-        self._known_uses[index] = uses
+        self._uses_of_bucket[index] = uses
         self.uses.append(uses)
         if reason is not None:
-            self._refuse(reason)
+            self._give_up_plan(reason)
 
     def _compile(self) -> None:
         try:
             plan = self._recorder.finish()
         except PlanRefused as refused:
-            self._refuse(str(refused))
+            self._give_up_plan(str(refused))
             return
         executor = PlanExecutor(plan, self._recorder.load_weights)
-        self._compiled = _Compiled(plan, executor, DestinationProbe(self._model, plan.destinations))
+        self._checked = _CheckedPlan(
+            plan, executor, DestinationProbe(self._model, plan.destinations)
+        )
         self._num_recordings += 1
         self._syncs_since_check = 0
-        self._unfit = None
-        idle = [name for uses in self.uses for name in uses.idle]
+        self._unplannable = None
+        unused = [name for uses in self.uses for name in uses.unused]
         logger.info(
             "load plan of %s: %d copies in %d buckets, %d tensors left to its loader; "
             "ignored tensors: %s",
@@ -318,31 +316,31 @@ class ModelLoader:
             plan.num_copies,
             len(plan.buckets),
             plan.num_rest,
-            ", ".join(idle[:5]) or "none",
+            ", ".join(unused[:5]) or "none",
         )
 
     def _load_eagerly(self, index: int, layout: BucketLayout, buffer: torch.Tensor) -> None:
-        seen = self._known_uses.get(index)
-        if seen is None or seen.layout != layout:
-            _, self._known_uses[index] = self._recorder.trace(layout, buffer)
+        earlier = self._uses_of_bucket.get(index)
+        if earlier is None or earlier.layout != layout:
+            _, self._uses_of_bucket[index] = self._recorder.trace(layout, buffer)
         else:
             # A loader may change its tensors, or keep them, and the trainer writes into a buffer
             # again once it was read.
             self._recorder.load_weights(layout.views(buffer[: layout.nbytes].clone()))
-        self.uses.append(self._known_uses[index])
+        self.uses.append(self._uses_of_bucket[index])
 
-    def _refuse(self, reason: str) -> None:
-        """No plan for syncs like this one: the rest of it, and the next ones, are eager."""
+    def _give_up_plan(self, reason: str) -> None:
+        """Load the rest of this sync, and later ones that begin with the same bucket, eagerly."""
         self._note(reason)
-        self._unfit = self.uses[0].layout, reason
+        self._unplannable = self.uses[0].layout, reason
         self._load_mode = _LoadMode.EAGER
 
     def _drop_plan(self, reason: str) -> None:
-        """Another plan is made of this sync, if nothing of it is loaded yet; else the rest of it is
-        eager.
+        """Record another plan in this sync if it has not loaded anything yet, else load its rest
+        eagerly.
         """
         self._note(reason)
-        self._compiled = None
+        self._checked = None
         self._load_mode = _LoadMode.EAGER if self.uses else _LoadMode.RECORD
         if (backup := backup_of(self._model)) is not None:
             backup.withdraw(reason)

@@ -1,7 +1,7 @@
 """Makes a model's load plan while `load_weights` loads a sync, bucket by bucket.
 
-A bucket that has not come before is traced also where no plan is wanted, or possible: what
-`load_weights` makes of its tensors (`uses`) tells whether they fit the model.
+New buckets are traced even if no plan is wanted or possible: the uses of their tensors tell whether
+they fit the model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sglang_loader.common.layout import BucketLayout
 from sglang_loader.load_plan import (
     BucketPlan,
     BucketUses,
-    KnownDigests,
+    CheckedDigests,
     LoadPlan,
     PlanRefused,
     check_bucket,
@@ -31,7 +31,7 @@ from sglang_loader.load_plan.plan import LoadWeights
 from sglang_loader.load_plan.trace import TracedBucket
 
 
-class Recorder:
+class PlanRecorder:
     """Observes a model's `load_weights`, compares it with plans, and makes the plan of a sync.
 
     Attributes:
@@ -44,17 +44,15 @@ class Recorder:
         self.restart()
 
     def restart(self) -> None:
-        """Another sync begins: forget the one before, and the content of the model, which may have
-        changed.
-        """
-        self._known_digests = KnownDigests()
+        """Begin another sync: forget the last one, and digests of the model, which may be stale."""
+        self._digests = CheckedDigests()
         self._destinations: Destinations | None = None  # after the last traced bucket
         self._buckets: list[BucketPlan] = []
 
     def trace(
         self, layout: BucketLayout, buffer: torch.Tensor
     ) -> tuple[TracedBucket | None, BucketUses]:
-        """Load a bucket, and see what becomes of its tensors; None if that cannot be seen."""
+        """Load a bucket; returns its trace (None if it has none) and the uses of its tensors."""
         try:
             traced = trace_bucket(
                 self._model, self.load_weights, layout, buffer, self._destinations
@@ -67,13 +65,13 @@ class Recorder:
     def why_unproven(
         self, bucket: BucketPlan, destinations: Destinations, buffer: torch.Tensor
     ) -> str | None:
-        """Load a bucket, and again by its plan: what the plan does otherwise; None: nothing."""
+        """Load a bucket eagerly and by its plan; returns how the results differ, or None."""
         return check_bucket(
-            self._model, bucket, destinations, self.load_weights, buffer, self._known_digests
+            self._model, bucket, destinations, self.load_weights, buffer, self._digests
         )
 
     def record(self, layout: BucketLayout, buffer: torch.Tensor) -> tuple[BucketUses, str | None]:
-        """Load the next bucket; what became of it, and why there is no plan, or None."""
+        """Load the next bucket; returns its tensors' uses, and why it has no plan, or None."""
         traced, uses = self.trace(layout, buffer)
         if traced is None:
             return uses, str(uses.problem)
@@ -99,9 +97,8 @@ NamedTensor = tuple[str, torch.Tensor]
 
 
 def naming_tensors(model: Any) -> LoadWeights:
-    """The model's `load_weights`; an error of it gets a note with the tensor's name and shape, or
-    with those of all that are suspect: SGLang's own is often an assertion about two shapes, of one
-    tensor of several thousand.
+    """The model's `load_weights`, whose errors get a note with the name and shape of the tensor at
+    fault, or of the candidates: SGLang's own message is often just an assertion about two shapes.
     """
 
     def load_weights(named_tensors: Iterable[NamedTensor]) -> None:
@@ -116,8 +113,8 @@ def naming_tensors(model: Any) -> LoadWeights:
             model.load_weights(giving())
         except Exception as error:
             suspects = given[-1:]
-            with suppress(Exception):  # not every tensor has an address; what is raised must be it
-                suspects = _in_hand(error, given) or suspects
+            with suppress(Exception):  # not every tensor has an address; raise `error` in any case
+                suspects = _suspects(error, given) or suspects
             named = " or ".join(f"{name} {list(tensor.shape)}" for name, tensor in suspects)
             error.add_note(f"load_weights failed at {named or 'no tensor'}: {error!r}")
             raise
@@ -125,9 +122,9 @@ def naming_tensors(model: Any) -> LoadWeights:
     return load_weights
 
 
-def _in_hand(error: Exception, given: list[NamedTensor]) -> list[NamedTensor]:
-    """Those of the tensors that the innermost function has in hand which has any: a loader may have
-    taken all of them before it looks at the first.
+def _suspects(error: Exception, given: list[NamedTensor]) -> list[NamedTensor]:
+    """The given tensors among the local variables of the innermost function that has any; the last
+    one given is not always at fault, as a loader may take all before it loads the first.
     """
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     for frame in reversed(frames[2:]):

@@ -1,10 +1,8 @@
-"""Serves a whole sync: one request, messages over a private socket, buckets as they come.
+"""The engine's end of one session: loads the buckets of one sync as the trainer announces them.
 
-`hooks.weights` calls `serve_session` in each TP worker for the one request that opens a
-session; it returns when the device has every byte and the trainer has confirmed them, or raises.
-The function that it returns tells the trainer the outcome on which all TP ranks have agreed.
-The trainer may write into a buffer again as soon as it gets `BucketDone`: that is sent after the
-stream has finished.
+`hooks.weights` calls `serve_session` in each TP worker for the request that opens a session. It
+returns when the device has every byte and the trainer has confirmed them, or raises. The trainer
+may write into a buffer again as soon as it gets `BucketDone`, sent after the stream has finished.
 """
 
 from __future__ import annotations
@@ -19,38 +17,39 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+import torch
+
 from sglang_loader.common.copies import synchronize
 from sglang_loader.common.layout import BucketLayout, decode_layout
-from sglang_loader.common.regions.arrangement import end_of
+from sglang_loader.common.regions.arrangement import arranged_nbytes
 from sglang_loader.common.session import messages as wire
 from sglang_loader.common.session.channel import Channel, engine_end
 from sglang_loader.common.session.messages import FromTrainer, SessionDescriptor, SessionError
 from sglang_loader.common.shared_memory import CannotMap, host_id
 from sglang_loader.load_plan.arrange import ALL_WHOLE, ArrangedBuckets
 from sglang_loader.session.group_receiver import GroupReceiver
+from sglang_loader.session.mapped_memory import MappedMemory
 from sglang_loader.session.model_loader import ModelLoader, SyncOutcome, loader_of
-from sglang_loader.session.state import InFlight, MappedMemory
 from sglang_loader.upstream import device_of, engine_context, tp_rank
 
 logger = logging.getLogger(__name__)
 
-HANDSHAKE_TIMEOUT_S = 120.0  # all replicas of the trainer have to be asked
+HANDSHAKE_TIMEOUT_S = 120.0  # the trainer opens sessions with all replicas before it answers
 POLL_S = 0.0001
-LATER_S = 5.0
-"""An engine of a group times out this much after its trainer, which can name the late rank."""
-NUM_INVITATIONS = 1024
-"""How many invitations are remembered: one that comes again is refused."""
+GROUP_GRACE_S = 5.0
+"""In a group the engine waits this much longer than the trainer, which can name the late rank."""
+NUM_DESCRIPTORS = 1024
+"""How many descriptors are remembered: one that comes again is refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SessionSteps:
-    """What the caller does within a session; each step ends the session by raising.
+    """Callbacks of a session; one that raises ends the session.
 
     Attributes:
-        after_join: before any byte is overwritten; called while the trainer is waited for, whether
-            it will send anything or not.
+        after_join: called once before any byte is overwritten, while the trainer is waited for.
         before_loading: called with the layout of each bucket before it is loaded.
-        after_load: when all are, before the trainer hears of it.
+        after_load: called when all buckets are loaded, before the trainer is told.
     """
 
     after_join: Callable[[], None]
@@ -69,24 +68,24 @@ def serve_session(
     group: Any = None,
     senders: Any = None,
 ) -> Conclude:
-    """Serve the session that the request invites to; this rank then has every byte, and its trainer
-    waits for the other ranks.
+    """Serve the session that the descriptor invites to, until this rank has loaded every byte and
+    the trainer has sent its Commit; returns how to tell the trainer the outcome of all TP ranks.
 
     Args:
         descriptor: the trainer's; the signature of one with a group was checked.
         models: those to be loaded; with speculative decoding two, the target last.
-        group: in which buckets are broadcast; None: they are all mapped.
-        senders: the group in which all trainer ranks send; None: they do not.
+        group: the process group in which buckets are broadcast; None if all are mapped.
+        senders: the process group in which all trainer ranks send, or None.
 
     Raises:
-        SessionError: the trainer is gone, silent, aborted, or broke the protocol; or the invitation
-            has come before, since a proxy has repeated the request: nothing is done.
+        SessionError: the trainer is gone, silent, aborted, or broke the protocol; or a proxy has
+            repeated the request, which is not executed again.
         Exception: what a step or a model's `load_weights` raised; the trainer gets the traceback
             too.
     """
-    if descriptor in _invitations:
+    if descriptor in _served_descriptors:
         raise SessionError("the same request has come before: it is not executed again")
-    _invitations.append(descriptor)
+    _served_descriptors.append(descriptor)
     return partial(_conclude, _Session(descriptor, models, steps, group, senders).run())
 
 
@@ -99,11 +98,41 @@ def _conclude(channel: Channel[FromTrainer], failures: Sequence[str]) -> None:
     channel.close()
 
 
-_invitations: deque[SessionDescriptor] = deque(maxlen=NUM_INVITATIONS)
-_distinct: tuple[BucketLayout, ...] = ()
+_served_descriptors: deque[SessionDescriptor] = deque(maxlen=NUM_DESCRIPTORS)
+_last_distinct: tuple[BucketLayout, ...] = ()
 mapped = MappedMemory()
 receiver = GroupReceiver()
-"""This process's; what came in groups that it has left is dropped by `hooks.update_groups`."""
+"""Both serve all sessions of this process; `hooks.update_groups` drops the groups that it left."""
+
+
+class InFlight:
+    """Buckets that were launched, in order; the device may still be reading them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._launched: deque[tuple[int, torch.cuda.Event | None]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._launched)
+
+    def add(self, index: int, *, on_current_stream: bool) -> None:
+        """Add a launched bucket; wait at once for a loader that may use other streams."""
+        event = None
+        if self._device.type == "cuda" and on_current_stream:
+            event = torch.cuda.Event()
+            event.record()
+        else:
+            synchronize(self._device)
+        self._launched.append((index, event))
+
+    def finished(self) -> Iterator[int]:
+        """Remove the oldest buckets that the device has finished with; yields their indices."""
+        while self._launched:
+            index, event = self._launched[0]
+            if event is not None and not event.query():
+                return
+            self._launched.popleft()
+            yield index
 
 
 class _Session:
@@ -126,7 +155,7 @@ class _Session:
         self._received: GroupReceiver | None = None
         self._limit_s = descriptor.timeout_s
         if group is not None:
-            self._limit_s += LATER_S
+            self._limit_s += GROUP_GRACE_S
             self._received = receiver.begin_session(group, senders, device, self._limit_s)
         self._loaded: list[BucketLayout] = []
         self._announced: deque[tuple[wire.LoadBucket, BucketLayout]] = deque()  # not yet begun
@@ -172,14 +201,14 @@ class _Session:
             if isinstance(message, wire.LoadBucket):
                 self._announce(message)
             elif isinstance(message, wire.Finish):
-                self._finish_buckets(channel)
+                self._load_remaining(channel)
                 outcome = self._finish(message)
                 self._steps.after_load()
                 channel.send(
                     wire.Loaded,
                     **asdict(outcome),
                     host=host_id(),
-                    arrangements=self._offer(message.arrangements),
+                    arrangements=self._new_arrangements(message.arrangements),
                     seconds=dict(self._seconds),
                 )
                 self._release_buffers()  # while the trainer's ranks agree
@@ -189,8 +218,8 @@ class _Session:
                 _expect(wire.LoadBucket, message)
 
     def _next_message(self, channel: Channel[FromTrainer]) -> FromTrainer:
-        """Wait for the trainer, for the buckets' bytes and for the device at once: buckets are
-        launched as they come, and told to be done as soon as they are.
+        """The trainer's next message. Until it comes, launch buckets as their bytes come, and tell
+        the trainer which of them the device has finished.
         """
         while self._advance(channel) and not channel.has_message():
             pass
@@ -198,10 +227,10 @@ class _Session:
             return channel.receive()
 
     def _advance(self, channel: Channel[FromTrainer]) -> bool:
-        """Tell which buckets are done, begin others, launch the next; False if none is left."""
-        self._tell_done(channel)
-        self._begin(channel)
-        if self._begun and self._memory_of(self._begun[0][0]).has_come():
+        """Report finished buckets, begin others, launch the next; False if none is left."""
+        self._report_finished(channel)
+        self._begin_buckets(channel)
+        if self._begun and self._memory_of(self._begun[0][0]).has_arrived():
             with self._spending("launching"):
                 self._load(*self._begun.popleft())
         elif self._begun or self._in_flight:
@@ -211,23 +240,23 @@ class _Session:
             return False
         return True
 
-    def _tell_done(self, channel: Channel[FromTrainer]) -> None:
+    def _report_finished(self, channel: Channel[FromTrainer]) -> None:
         for index in self._in_flight.finished():
             channel.send(wire.BucketDone, index=index)
 
-    def _begin(self, channel: Channel[FromTrainer]) -> None:
+    def _begin_buckets(self, channel: Channel[FromTrainer]) -> None:
         while self._announced:
             message, layout = self._announced[0]
             memory = self._memory_of(message)
             if len(self._begun) + len(self._in_flight) >= memory.max_unread:
                 return
-            memory.begin(message, layout)
+            memory.begin_bucket(message, layout)
             self._begun.append(self._announced.popleft())
             if memory is self._received:
                 channel.send(wire.Receiving, index=message.index)
 
     def _memory_of(self, message: wire.LoadBucket) -> MappedMemory | GroupReceiver:
-        """What brings a bucket: the group, if there is one, or memory that this process maps."""
+        """Where a bucket comes: in the receiver of the group, if any, or in mapped memory."""
         if self._received is None:
             return self._mapped
         if not message.read_only:
@@ -236,8 +265,8 @@ class _Session:
             raise SessionError(f"bucket {message.index} lies in memory of another host")
         return self._mapped
 
-    def _finish_buckets(self, channel: Channel[FromTrainer]) -> None:
-        """Wait until the device has read all that was announced, and tell the trainer."""
+    def _load_remaining(self, channel: Channel[FromTrainer]) -> None:
+        """Load all announced buckets, wait for the device, and report them to the trainer."""
         while self._announced or self._begun:
             self._advance(channel)
             if channel.has_message():
@@ -245,11 +274,11 @@ class _Session:
         if self._in_flight:
             with self._spending("copying"):
                 synchronize(self._device)
-            self._tell_done(channel)
+            self._report_finished(channel)
 
     @contextmanager
     def _spending(self, what: str) -> Iterator[None]:
-        """Count the body's time; see `Loaded.seconds`."""
+        """Add the body's time to `Loaded.seconds`."""
         started = time.perf_counter()
         yield
         self._seconds[what] += time.perf_counter() - started
@@ -273,20 +302,20 @@ class _Session:
 
     def _arranged_nbytes(self, message: wire.LoadBucket) -> int:
         """Size of a bucket of which only the arranged bytes came."""
-        found = self._arranged.bucket(message.index)
-        if found is None or message.read_only:
+        arranged = self._arranged.bucket(message.index)
+        if arranged is None or message.read_only:
             raise SessionError(f"bucket {message.index} came arranged: it must be whole")
-        return end_of(found[0])
+        return arranged_nbytes(arranged.arrangement)
 
-    def _offer(self, known: str | None) -> bytes | None:
+    def _new_arrangements(self, trainer_has: str | None) -> bytes | None:
         """The arrangements for later syncs, unless the trainer has them or wants none."""
-        if known is None:
+        if trainer_has is None:
             return None
-        offered = common_arrangements([loader.arrange() for loader in self._loaders])
-        return offered.encoded if offered.digest not in ("", known) else None
+        common = common_arrangements([loader.arrange() for loader in self._loaders])
+        return common.encoded if common.digest not in ("", trainer_has) else None
 
     def _finish(self, finish: wire.Finish) -> SyncOutcome:
-        """Every announced tensor came exactly once, and the device has finished with all."""
+        """Check that every tensor came exactly once, and end the sync of all loaders."""
         num_tensors = sum(len(layout.tensors) for layout in self._loaded)
         if (finish.num_buckets, finish.num_tensors) != (len(self._loaded), num_tensors):
             raise SessionError(
@@ -308,7 +337,7 @@ class _Session:
         return least
 
     def _release_buffers(self) -> None:
-        """Unmap the trainer's memory but for what later sessions use again; once."""
+        """Unmap the trainer's memory, except for buffers that it asked to keep. Only done once."""
         if self._has_released:
             return
         self._has_released = True
@@ -329,14 +358,16 @@ def _expect(kind: type[wire.FromTrainer], message: wire.FromTrainer) -> None:
 
 def _check_distinct(layouts: tuple[BucketLayout, ...]) -> None:
     """Raise SessionError if a tensor came twice; the last sync's layouts are not checked again."""
-    global _distinct
-    if layouts != _distinct:  # quick where equal: `decode_layout` returns the same objects again
+    global _last_distinct
+    if (
+        layouts != _last_distinct
+    ):  # quick where equal: `decode_layout` returns the same objects again
         names = [tensor.name for layout in layouts for tensor in layout.tensors]
         if len(set(names)) != len(names):
             raise SessionError(f"{len(names)} tensors came, but only {len(set(names))} names")
-        _distinct = layouts
+        _last_distinct = layouts
 
 
 def common_arrangements(found: Sequence[ArrangedBuckets]) -> ArrangedBuckets:
-    """What the trainer may send to all of these models: whole buckets unless they read the same."""
+    """The arrangements that all of these models share, else `ALL_WHOLE`."""
     return found[0] if len({each.digest for each in found}) == 1 else ALL_WHOLE

@@ -1,17 +1,17 @@
-"""Does what a sync has loaded fit the model, and is it all of it? Asked before it is published.
+"""Manifest check: do the tensors of a sync fit the model, and are they all of it?
 
-A `load_weights` drops names that it does not know, casts dtypes without a word, and does not notice
-when a tensor is absent. So each TP rank looks at what became of the tensors that came (`uses` of
-its `ModelLoader`), and all give one verdict:
+A `load_weights` drops names that it does not know, casts dtypes silently, and does not notice that
+a tensor is absent. So before a sync is published each TP rank looks at the uses of its tensors
+(`uses` of its `ModelLoader`), and all ranks come to one verdict:
 
     view = view_of_sync(layouts, models)        # on each rank by itself
     verdict = judge_together(view, gather)      # all ranks
 
-What is normal for the model is read from the headers of its published checkpoint's files, a few
-kilobytes of each: tensors that SGLang drops, parameters that no checkpoint has.
+The headers of its published checkpoint's files, a few kilobytes each, tell what is normal for the
+model: tensors that SGLang drops, parameters that no checkpoint has.
 
-A verdict is remembered with its set of tensors, for as long as the engine's ranks, expert map and
-quantisation stay as they are (`known_verdict`).
+A verdict is kept with its set of tensors, for as long as the engine's ranks, expert map and
+quantisation stay as they are (`cached_verdict`).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from safetensors import SafetensorError, safe_open
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.load_plan.destinations import collect_destinations
 from sglang_loader.session.findings import (
-    Published,
+    PublishedTensors,
     RankView,
     Spec,
     Verdict,
-    blind_view_of,
     judge,
     missing_tensors,
     view_of,
+    view_of_quantised,
 )
 from sglang_loader.session.model_loader import loader_of
 from sglang_loader.upstream import engine_context, launch_arguments
@@ -68,35 +68,38 @@ Gather = Callable[[Any], list[Any]]
 _verdicts: WeakKeyDictionary[Any, tuple[Checked, Verdict]] = WeakKeyDictionary()
 
 
-def known_verdict(layouts: Sequence[BucketLayout], model: Any) -> Verdict | None:
-    """What was said of these tensors before; None if that is not known."""
+def cached_verdict(layouts: Sequence[BucketLayout], model: Any) -> Verdict | None:
+    """The verdict on the last checked sync if it had the same tensors, else None."""
     found = _verdicts.get(model)
     now = tuple(layouts), engine_context(model)
     return found[1] if found is not None and found[0] == now else None
 
 
-def served_checkpoint() -> Published | None:
-    """The published checkpoint of this engine; None if its files tell nothing."""
+def served_checkpoint() -> PublishedTensors | None:
+    """The checkpoint that this engine was launched with; None if its files cannot be read."""
     return published_tensors(launch_arguments().model_path)
 
 
 @dataclass(frozen=True)
 class SyncView:
-    """What one rank says of a sync: a view for each model."""
+    """One rank's views of a sync, one for each model, and what they were compared with."""
 
     target: Any
     checked: Checked
-    published: Published | None
+    published: PublishedTensors | None
     views: list[RankView]
 
 
 def view_of_sync(
     layouts: Sequence[BucketLayout],
     models: Sequence[Any],
-    read_published: Callable[[], Published | None] = served_checkpoint,
+    read_published: Callable[[], PublishedTensors | None] = served_checkpoint,
 ) -> SyncView:
-    """Look at the buckets that were loaded by one model, or by the draft and then the target;
-    `read_published` tells what is normal for the model.
+    """This rank's view of the buckets that one model has loaded, or a draft model and its target.
+
+    Args:
+        models: the target is the last.
+        read_published: returns the published checkpoint.
     """
     target = models[-1]
     context, published = engine_context(target), read_published()
@@ -104,23 +107,27 @@ def view_of_sync(
     return SyncView(target, (tuple(layouts), context), published, views)
 
 
-def judge_together(seen: SyncView, gather: Gather) -> Verdict:
+def judge_together(view: SyncView, gather: Gather) -> Verdict:
     """All TP ranks' verdict on a sync; each must call this."""
-    views = [view for of_rank in gather(seen.views) for view in of_rank]
-    tensors = [tensor for layout in seen.checked[0] for tensor in layout.tensors]
-    specs = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
-    verdict = judge(specs, views, seen.published)
-    _verdicts[seen.target] = seen.checked, verdict
+    views = [each for of_rank in gather(view.views) for each in of_rank]
+    tensors = [tensor for layout in view.checked[0] for tensor in layout.tensors]
+    specs = [Spec(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
+    verdict = judge(specs, views, view.published)
+    _verdicts[view.target] = view.checked, verdict
     return verdict
 
 
 def _view(
-    model: Any, context: Mapping[str, object], published: Published | None, *, is_target: bool
+    model: Any,
+    context: Mapping[str, object],
+    published: PublishedTensors | None,
+    *,
+    is_target: bool,
 ) -> RankView:
     uses = loader_of(model).uses
     if getattr(model, "quant_config", None) is not None:  # by SGLang, or its checkpoint is
         unknown = f"a quantised model ({context['quantization']}), but for which weights are in fp8"
-        return blind_view_of(uses, unknown)
+        return view_of_quantised(uses, unknown)
     if context["pp_size"] != 1:
         return RankView(unknown=f"pipeline parallel, {context['pp_size']} stages")
     if problem := next((bucket.problem for bucket in uses if bucket.problem is not None), None):
@@ -136,7 +143,7 @@ def _view(
         return RankView(unknown=f"the check itself failed: {error!r}")
 
 
-def published_tensors(folder: str | Path) -> Published | None:
+def published_tensors(folder: str | Path) -> PublishedTensors | None:
     """All tensors of the safetensors files in `folder`, by name.
 
     Returns:
@@ -149,14 +156,15 @@ def published_tensors(folder: str | Path) -> Published | None:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118
                     tensor = tensors.get_slice(name)
-                    found[name] = name, _DTYPES[tensor.get_dtype()], tuple(tensor.get_shape())
+                    dtype, shape = _DTYPES[tensor.get_dtype()], tuple(tensor.get_shape())
+                    found[name] = Spec(name, dtype, shape)
     except (OSError, KeyError, SafetensorError):
         return None
     return found or None
 
 
 def _files(folder: Path) -> list[Path]:
-    """Those of the index, where there is one: a folder may hold a second copy of the weights."""
+    """The files that the index names, if any: a folder may hold a second copy of the weights."""
     index = folder / "model.safetensors.index.json"
     try:
         named = json.loads(index.read_text())["weight_map"].values()

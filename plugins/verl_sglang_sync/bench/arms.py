@@ -37,10 +37,10 @@ class Arm:
     """One way to sync; `settings` are keys of the preset.
 
     Attributes:
-        mode: preset, None for verl's own code.
-        host_backup: the engine saves all weights on release, as verl launches it; else
-            `host_backup=auto`: only what the load plan does not rewrite.
-        dtype: of the trainer's weights; None: the engine's.
+        mode: the preset; None: verl's own code.
+        host_backup: the engine saves all weights on release, as verl launches it; False: only
+            those that the load plan does not rewrite (`host_backup=auto`).
+        dtype: the dtype of the trainer's weights; None: the engine's.
     """
 
     mode: str | None
@@ -64,13 +64,12 @@ COPY_LIMIT = "copy_limit"
 
 
 class NativeManager:
-    """What verl 0.9.1 does: `ServerAdapter` without its worker around it; called as the sharding
-    manager is.
+    """verl 0.9.1's own sync, as its `ServerAdapter` does it, with the sharding manager's interface.
 
     Args:
-        url: of the replica's server, on its leader; None: another rank.
+        url: the server's URL on the replica's leader; None on other ranks.
         config: folder of the engine's model.
-        mesh: with the dimension "infer_tp"; None: of this rank alone.
+        mesh: device mesh with the dimension "infer_tp"; None: of this rank alone.
     """
 
     report = None
@@ -114,7 +113,7 @@ class NativeManager:
 
 
 def manager_of(arm: Arm, url: str, config: Path, device: torch.device) -> Any:
-    """The sharding manager, or verl's own code, of one rank."""
+    """The sharding manager of an arm, or `NativeManager`."""
     if arm.mode is None:
         return NativeManager(url, config)
     return SGLangShardingManager(
@@ -133,8 +132,8 @@ def manager_of(arm: Arm, url: str, config: Path, device: torch.device) -> Any:
 
 
 def notes_of(report: SyncReport | None) -> dict[str, Any]:
-    """Seconds of a sync's stages, of the engine meanwhile, and of the engine's part of sleep and
-    wake-up: `seconds`; and how it was sent and loaded. None: verl tells nothing.
+    """Of a sync: `seconds` of its stages, of the engine, and of the engine's sleep and wake-up, and
+    counts by route. Without a report (verl's own sync) `seconds` is empty.
     """
     if report is None:
         return {"seconds": {}}
@@ -143,9 +142,3 @@ def notes_of(report: SyncReport | None) -> dict[str, Any]:
     for stage, costs in report.stages.items():
         seconds |= {f"engine_{stage}_{tag}": max(cost["seconds"]) for tag, cost in costs.items()}
     return {"seconds": seconds, **{name: getattr(report, name) for name in COUNTS}}
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for all that this process has launched."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

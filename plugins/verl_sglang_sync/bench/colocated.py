@@ -1,10 +1,9 @@
-"""Seconds of a colocated weight sync and of its memory stages on one GPU, against a real SGLang.
+"""Measures a colocated weight sync and its memory stages on one GPU, with a real SGLang server.
 
-One process stands for the trainer: by default with an FSDP2 model of one rank on the engine's
-device, exported as verl does; the export is part of each sync. Each run goes through release,
-resume weights, sync, resume kv, as a training step does. Every arm has a server and a trainer
-process of its own: an engine keeps the trainer's memory mapped between syncs, so the arms of one
-process would pay for each other's weights.
+One process is the trainer, with an FSDP2 model of one rank on the engine's device; the export, as
+verl does it, is part of each sync. Each run is release, resume weights, sync, resume kv, as in a
+training step. Every arm has its own server and trainer process: an engine keeps the trainer's
+memory mapped between syncs, so the arms of one process would share the GPU with each other.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ import psutil
 import torch
 from torch._C._distributed_c10d import HashStore
 
+from sglang_loader.common.copies import synchronize_device
 from verl_sglang_sync.bench.arms import (
     ARMS,
     COPY_LIMIT,
     Arm,
     manager_of,
     notes_of,
-    synchronize,
 )
 from verl_sglang_sync.bench.engine_server import engine_server, wait_until_healthy
 from verl_sglang_sync.bench.model_shapes import (
@@ -46,17 +45,17 @@ STAGES = ("release", "resume_weights", "sync", "resume_kv", "cycle")
 
 
 ASLEEP_S = 0.5
-"""Seconds between release and resume, in which a trainer makes its step. The driver cleans released
-memory in the background, 61 GB in 0.3 s; a resume that comes before waits for it."""
+"""Seconds from release to resume, instead of a training step. The driver cleans released memory in
+the background, 61 GB in 0.3 s; an earlier resume would wait for that."""
 
 
 @contextmanager
 def timed(times: dict[str, float], stage: str, device: torch.device) -> Iterator[None]:
     """Host seconds of the body with the device idle at both ends."""
-    synchronize(device)
+    synchronize_device(device)
     started = time.perf_counter()
     yield
-    synchronize(device)
+    synchronize_device(device)
     times[stage] = time.perf_counter() - started
 
 
@@ -143,7 +142,7 @@ def measure(
 
 
 def _print_into(log: Path) -> None:
-    """Send what this process prints to a file: verl, SGLang and torch print a screen full."""
+    """Redirect this process's output to a file: verl, SGLang and torch print a lot."""
     with log.open("wb") as file:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(file.fileno(), stream.fileno())
@@ -172,7 +171,7 @@ def _measure_arm(
 
 
 def prepare(device: torch.device) -> None:
-    """What verl does in a trainer process before it imports SGLang."""
+    """Set up this process as verl does in a trainer before it imports SGLang."""
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     if device.type == "cpu":
         os.environ.update(SGLANG_USE_CPU_ENGINE="1", TORCHDYNAMO_DISABLE="1")

@@ -23,7 +23,7 @@ from verl_sglang_sync.engine.server_client.operations import server_url
 START_TIMEOUT_S = 240
 PR_SET_PDEATHSIG = 1  # prctl(2)
 SCHEDULER_ENDED = "Received sigquit from a child process"
-"""SGLang logs it when one of its ranks ends; the server itself may stay."""
+"""SGLang logs this when one of its ranks ends; the server itself may go on."""
 
 DUMMY = (
     *("--load-format", "dummy", "--skip-tokenizer-init", "--max-running-requests", "16"),
@@ -42,7 +42,7 @@ GPU = (
 
 
 Start = Callable[[list[str], Mapping[str, str], Path], Any]
-"""Given arguments, environment and log: starts a server; returns what is like a `Popen`."""
+"""Starts a server, given arguments, environment and log; returns an object like `Popen`."""
 
 
 def launch(arguments: list[str], environment: Mapping[str, str], log: Path) -> Any:
@@ -79,15 +79,15 @@ def engine_server(
     """Serve the model of the folder `config`; yields the server's URL.
 
     Args:
-        host_backup: what a release keeps.
-        log: the server's output.
+        host_backup: see `engine_settings`.
+        log: file for the server's output.
         first_gpu: number of the first rank's GPU.
-        gpu_share: the most of a GPU that its weights and cache take, from 0 to 1.
+        gpu_share: SGLang's `--mem-fraction-static`.
         loaders: custom weight loaders besides ours.
-        environment: of the server's processes, on top of this process's own.
-        wait: False yields while the server still starts; see `wait_until_healthy`.
+        environment: variables in addition to this process's own.
+        wait: False: yield before the server is healthy; see `wait_until_healthy`.
         host: address that it listens at.
-        extra: more of SGLang's arguments.
+        extra: further arguments, which override the others.
     """
     port, is_on_gpu = free_port(), device != "cpu"
     arguments = [
@@ -98,7 +98,7 @@ def engine_server(
     if is_on_gpu:
         arguments += ["--mem-fraction-static", str(gpu_share), "--base-gpu-id", str(first_gpu)]
         arguments += ["--moe-runner-backend", "triton"] if is_moe else []
-    arguments += extra  # the last word
+    arguments += extra
     common = {**os.environ, "HF_HUB_OFFLINE": "1", HOST_BACKUP_VARIABLE: host_backup}
     if not is_on_gpu:
         cores = "|".join(str(rank) for rank in range(tp))
@@ -117,19 +117,19 @@ def engine_server(
 
 
 def _die_with_parent() -> None:
-    """Runs in the child: the kernel ends it if this process is killed before it can clean up."""
+    """Called in the child: have the kernel kill it if this process dies."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def wait_until_healthy(
     url: str, log: Path, *, is_running: Callable[[], bool] = lambda: True
 ) -> None:
-    """Wait until the server answers; else `RuntimeError` with the end of its log."""
+    """Wait until the server answers, or raise RuntimeError with the end of its log."""
 
     def logged() -> str:
         return log.read_text(errors="replace") if log.exists() else ""
 
-    def may_come_up() -> bool:  # of a server that is not this process's child, the log tells
+    def may_come_up() -> bool:  # the log also tells of servers that are no child of this process
         return is_running() and SCHEDULER_ENDED not in logged()
 
     deadline = time.monotonic() + START_TIMEOUT_S

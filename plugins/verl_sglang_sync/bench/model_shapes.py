@@ -1,4 +1,4 @@
-"""Models by shape: Hugging Face configs of public models, filled with random weights."""
+"""Shapes of public models, as Hugging Face configs, for models with random weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Config = dict[str, Any]
 FOR_GPUS = ("qwen3-30b-a3b", "qwen3-8b", "qwen3-0.6b")
 FOR_A_CPU = "tiny"
 ROOM = 1.2
-"""What a GPU needs beside two copies of the weights: KV cache, graphs, libraries."""
+"""GPU memory needed, as a multiple of two copies of the weights: KV cache, graphs, libraries."""
 
 
 def _dense(hidden: int, inter: int, layers: int, heads: int, tied: bool) -> Config:
@@ -66,14 +66,14 @@ MODELS: dict[str, Config] = {
 
 
 def write_config(folder: Path, model: str) -> Path:
-    """Write `config.json` of a model into `folder`; enough for SGLang's `load_format=dummy`."""
+    """Write a model's `config.json` into `folder`, as SGLang's `load_format=dummy` needs it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(MODELS[model]))
     return folder
 
 
 def tensor_shapes(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Every tensor as the trainer exports it: Hugging Face names, one per expert."""
+    """Name and shape of every tensor that the trainer exports, with one per expert."""
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     head_dim = config["head_dim"]
     q, kv = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
@@ -110,8 +110,8 @@ def weights_bytes(model: str, itemsize: int) -> int:
 
 
 def largest_that_fits(gpu_bytes: int) -> str:
-    """The largest of `FOR_GPUS` of which trainer and engine have bfloat16 weights on one GPU;
-    `ValueError` where the smallest does not fit.
+    """The largest model of `FOR_GPUS` that fits twice on one GPU in bfloat16, for trainer and
+    engine; ValueError if none does.
     """
     for model in FOR_GPUS:
         if gpu_bytes >= ROOM * 2 * weights_bytes(model, 2):

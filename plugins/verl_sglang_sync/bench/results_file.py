@@ -1,4 +1,4 @@
-"""The one schema of all results, and the table that is printed beside it.
+"""Writes benchmark results, all in one schema, and prints them as a table.
 
 Seconds are medians of host time with the device synchronised; sizes are bytes.
 """

@@ -1,4 +1,4 @@
-"""What stands for the trainer: an FSDP2 model, exported as verl does."""
+"""The benchmark's trainer: an FSDP2 model, exported as verl does."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class ShardedModel:
         self._model_type = config.model_type
 
     def reexport(self) -> Reexport:
-        """As verl hands it to a rollout, with the presets' wrapper around it."""
+        """The export as a rollout gets it from verl, with the presets' wrapper."""
         return Reexport(self.export, sources=module_state(self._module))
 
     def export(self) -> Iterator[NamedTensor]:
-        """What verl 0.9.1's FSDP engine exports: `get_per_tensor_param`."""
+        """The export of verl 0.9.1's FSDP engine, as its `get_per_tensor_param` makes it."""
         from verl.utils.model import convert_weight_keys
         from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
@@ -55,16 +55,16 @@ class ShardedModel:
         return exported
 
     def shards(self) -> list[NamedTensor]:
-        """This rank's, which are trained."""
+        """This rank's shards of the parameters."""
         return [(name, p.detach().to_local()) for name, p in self._module.named_parameters()]
 
 
 def size_of(model: str, dtype: torch.dtype) -> dict[str, int]:
-    """What of a row tells the size of an export."""
+    """Columns of a result for the size of an export."""
     num_tensors = sum(1 for _ in tensor_shapes(MODELS[model]))
     return {"num_tensors": num_tensors, "bytes": weights_bytes(model, dtype.itemsize)}
 
 
 def dtype_on(device: torch.device) -> torch.dtype:
-    """Of the engine's weights, and of those of most trainers."""
+    """The dtype of the engine's weights, and of those of most trainers."""
     return torch.float32 if device.type == "cpu" else torch.bfloat16

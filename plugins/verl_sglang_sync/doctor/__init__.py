@@ -1,7 +1,7 @@
-"""`verl-sglang-sync doctor`: is this installation complete and loaded, and what would it do here?
+"""`verl-sglang-sync doctor`: checks the installation, this machine, and what a recipe would do.
 
-A check is one function that returns a `Check`. What needs verl, sglang or the GPU is looked at in
-a process of its own (`run_probe`), so that it starts as verl's and SGLang's processes do.
+A check is one function that returns a `Check`. Those that need verl, sglang or the GPU run in a new
+process (`run_probe`), which starts as verl's and SGLang's processes do.
 """
 
 from verl_sglang_sync.doctor.check import Check, Status

@@ -1,4 +1,4 @@
-"""The result of a check, and probes: functions that look at something in a process of their own."""
+"""The result of a check, and probes: functions that run in a new process."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ OK, WARN, FAIL = Status
 
 @dataclass(frozen=True)
 class Check:
-    """What was looked at and what came of it.
+    """The result of one check.
 
     Attributes:
         name: short and stable, such as "verl plugin"; scripts select by it.
         status: a failure means that a recipe with `+weight_sync=...` cannot be relied on here.
-        advice: what to do about it; empty where nothing is to be done.
+        advice: what to do about it; empty if there is nothing to do.
     """
 
     name: str
@@ -57,8 +57,8 @@ def run_probe(
     *arguments: object,
     timeout_s: float = PROBE_TIMEOUT_S,
 ) -> Facts:
-    """Call a module's function in a new process that has this interpreter and the user's
-    environment; arguments and result are pickled.
+    """Call a module's function in a new process with this interpreter and the user's environment;
+    arguments and result are pickled.
 
     Raises:
         ProbeError: the process failed or hung.

@@ -37,7 +37,7 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 def gpu_check(gpus: Sequence[str]) -> Check:
-    """Which GPUs there are; none is a warning, because the CPU platform exists."""
+    """The visible GPUs; none is a warning, because the CPU platform exists."""
     if not gpus:
         cores, memory = len(os.sched_getaffinity(0)), psutil.virtual_memory().total / 2**30
         return Check(
@@ -54,12 +54,12 @@ def gpu_check(gpus: Sequence[str]) -> Check:
 
 
 FailedReads = dict[tuple[int, int], str]
-"""Why a GPU's memory cannot be read by another, or by itself: by owner and reader."""
+"""By `(owner, reader)`, why the reader's process cannot read memory of the owner's GPU."""
 
 
 def failed_reads(num_gpus: int, read: Callable[[int, int], None]) -> FailedReads:
-    """Try every pair of GPUs, each with itself too, several at a time; `read`, given owner and
-    reader, raises where the reader cannot read.
+    """Try every pair of GPUs, also each with itself, several at a time. `read`, given owner and
+    reader, raises if the reader cannot read.
     """
 
     def attempt(pair: tuple[int, int]) -> str:
@@ -76,7 +76,7 @@ def failed_reads(num_gpus: int, read: Callable[[int, int], None]) -> FailedReads
 
 
 def look_at_cuda_ipc() -> FailedReads:
-    """Probe: which pairs of GPUs do not share memory between processes?"""
+    """Probe: the pairs of GPUs that do not share memory between processes."""
     import torch
 
     return failed_reads(torch.cuda.device_count(), read_from_another_process)
@@ -84,7 +84,7 @@ def look_at_cuda_ipc() -> FailedReads:
 
 def read_from_another_process(owner: int, reader: int) -> None:
     """Have a process that sees one GPU alone, as an engine's, sum up a tensor of another GPU;
-    raises if it could not, or read something else.
+    raises if that fails, or the sum is wrong.
     """
     import torch
 
@@ -101,7 +101,7 @@ def read_from_another_process(owner: int, reader: int) -> None:
 
 
 def sum_of(handle: Any) -> int:
-    """Probe: of the bytes of a `BufferHandle`, mapped on the only visible GPU."""
+    """Probe: the sum of the bytes of a `BufferHandle`, mapped on the only visible GPU."""
     import torch
 
     from sglang_loader.common.shared_memory import map_buffer
@@ -110,7 +110,7 @@ def sum_of(handle: Any) -> int:
 
 
 def cuda_ipc_check(gpus: Sequence[str], failed: FailedReads) -> Check:
-    """Memory shared between processes: on one GPU all weights travel so, else those in place."""
+    """Sharing of GPU memory between processes, which every sync on one GPU needs."""
     if not failed:
         tried = f"processes read memory of each other, {len(gpus) ** 2} pairs"
         return Check("CUDA IPC", OK, tried if gpus else "no GPU: not tried")
@@ -123,7 +123,7 @@ def cuda_ipc_check(gpus: Sequence[str], failed: FailedReads) -> Check:
 
 
 def memory_saver_check(gpus: Sequence[str]) -> Check:
-    """Release and resume a region: staged sleep and wake-up of the engine need it."""
+    """Release and resume of a memory region, which sleep and wake-up of the engine need."""
     import torch_memory_saver
 
     title, mebibytes = "torch_memory_saver", REGION_BYTES >> 20
@@ -140,7 +140,7 @@ def memory_saver_check(gpus: Sequence[str]) -> Check:
 
 
 def release_and_resume() -> tuple[int, bool]:
-    """Probe: bytes that a released region freed on the GPU; is it usable once it is resumed?"""
+    """Probe: bytes that releasing a region freed on the GPU, and whether it was usable again."""
     import torch
     from torch_memory_saver import torch_memory_saver as saver
 
@@ -156,7 +156,7 @@ def release_and_resume() -> tuple[int, bool]:
 
 
 def nccl_check(gpus: Sequence[str]) -> Check:
-    """NCCL's version, with which trainers on several GPUs gather their shards, and its memory."""
+    """NCCL's version, and the variable that must be equal in trainers and engines."""
     import torch
 
     cumem, found = os.environ.get("NCCL_CUMEM_ENABLE", "not set"), "not in this torch"
@@ -172,7 +172,7 @@ def nccl_check(gpus: Sequence[str]) -> Check:
 
 
 def shared_memory_check() -> Check:
-    """Size of /dev/shm: NCCL, Ray and, on a CPU, the buckets themselves live there."""
+    """Size of /dev/shm, which NCCL, Ray and, on a CPU, the buckets use."""
     usage = shutil.disk_usage(SHM)
     detail = f"{usage.free / 2**30:.1f} of {usage.total / 2**30:.1f} GiB free"
     if usage.free >= SHM_WANTED_BYTES:
@@ -182,7 +182,7 @@ def shared_memory_check() -> Check:
 
 
 def limits_check() -> Check:
-    """What a process may open and lock: Ray opens many files, InfiniBand locks its buffers."""
+    """Limits of open files, of which Ray has many, and of locked memory, which InfiniBand uses."""
     title, unlimited = "ulimits", resource.RLIM_INFINITY
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)

@@ -1,4 +1,4 @@
-"""Checks of the installation: versions, entry points, and what verl and SGLang load by them."""
+"""Checks of the installation: versions, entry points, and whether verl and SGLang load them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TESTED = {
     "ray": "2.60.0",
     "hydra-core": "1.3.8",
     "TransferQueue": "0.1.11",
-    # Of Megatron trainers; where they are not installed nothing is said of them.
+    # For Megatron trainers; skipped if they are not installed.
     "megatron-core": "0.16.1",
     "megatron-bridge": "0.3.1",
     "mbridge": "0.15.1",
@@ -31,7 +31,7 @@ TESTED_SGLANG = {
     "0.5.17": {"torch": "2.11.0", "transformers": "5.12.1"},
     "0.5.23": {"torch": "2.14.1", "transformers": "5.19.0"},
 }
-"""With which releases of SGLang, and what each came with; the first is what pip resolves."""
+"""Tested releases of SGLang, with packages of their own; pip resolves to the first."""
 DEFAULT_SGLANG = next(iter(TESTED_SGLANG))
 
 NAME = "verl_sglang_sync"
@@ -49,8 +49,8 @@ def installed_version(name: str) -> str | None:
 
 
 def version_checks(installed: Installed = installed_version) -> list[Check]:
-    """Compare every package that the weight sync depends on with the tested versions; what is not
-    installed is named by `requirements_check`, and pip refuses other Pythons.
+    """Compare the packages that the weight sync depends on with the tested versions;
+    `requirements_check` reports those that are missing.
     """
     tested = tested_beside(installed("sglang"))
     checks = [requirements_check(tested, installed)]
@@ -62,14 +62,14 @@ def version_checks(installed: Installed = installed_version) -> list[Check]:
 
 
 def tested_beside(sglang: str | None) -> dict[str, str]:
-    """The tested set with this SGLang, or with the default one where it is none of the tested."""
+    """The tested versions beside this release of SGLang, or beside the default if untested."""
     public = DEFAULT_SGLANG if sglang is None else Version(sglang).public
     release = public if public in TESTED_SGLANG else DEFAULT_SGLANG
     return TESTED | {"sglang": release} | TESTED_SGLANG[release]
 
 
 def _requirements(distribution: str) -> list[Requirement]:
-    """What a distribution needs here, without its extras; nothing where it is not installed."""
+    """A distribution's requirements here, without its extras; none if it is not installed."""
     try:
         declared = map(Requirement, requires(distribution) or ())
     except PackageNotFoundError:
@@ -78,8 +78,8 @@ def _requirements(distribution: str) -> list[Requirement]:
 
 
 def requirements_check(tested: dict[str, str], installed: Installed = installed_version) -> Check:
-    """Is everything installed that verl, SGLang and we require? Whoever installed one of them with
-    `--no-deps`, as newer SGLangs need it for verl, may have left something out.
+    """Check that all requirements of verl, SGLang and ours are installed: `pip --no-deps`, which
+    newer SGLangs need for verl, may leave some out.
     """
     missing = {
         each.name: owner
@@ -96,8 +96,8 @@ def requirements_check(tested: dict[str, str], installed: Installed = installed_
 
 
 def version_check(name: str, tested: str, found: str, allowed: Requirement | None) -> Check:
-    """Judge one package: an untested version that our requirements allow is a warning; a local
-    suffix such as "+cu130" makes no difference.
+    """Check one package: an untested version that our requirements allow is a warning. Local
+    suffixes such as "+cu130" are ignored.
     """
     title, install = f"version of {name}", f'pip install "{name}=={tested}"'
     if Version(found).public == Version(tested).public:
@@ -163,8 +163,8 @@ def plugin_check(
     *,
     everything: str,
 ) -> Check:
-    """Does upstream load our entry point, by a policy that is `everything`, or a list of plugins?
-    What says so to verl loads nothing in SGLang, and the other way round.
+    """Check that verl or SGLang (`who`) loads our entry point. `policy` is the value of `variable`:
+    `everything`, or a list of plugins.
     """
     title, targets = f"{who} plugin", sorted({entry_point.value for entry_point in entries})
     if not targets:
@@ -181,7 +181,7 @@ def plugin_check(
 
 
 def ours_check(title: str, look: Callable[[], Any], ours: str) -> Check:
-    """Can what verl has be imported, and is it ours?"""
+    """Check that verl uses our class or function, given its full name `ours`."""
     try:
         found = look()
     except Exception:

@@ -1,8 +1,7 @@
-"""Checks of recipes: does the preflight pass them, and what would they do here?
+"""Checks of recipes: whether the preflight passes them, and what they would do here.
 
-A recipe is a list of Hydra overrides of verl's `ppo_trainer`: the user's own, or for each preset a
-usual one. What it would do is put together from the composed config, the settings that the
-preflight read in it, and what was found out about this machine.
+A recipe is a list of Hydra overrides of verl's `ppo_trainer`: the user's own, or a usual one for
+each preset. What it would do follows from the composed config, its settings, and this machine.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ ON_THE_HOST = {
 
 @dataclass(frozen=True)
 class Machine:
-    """What was found out here; `reads_other_gpus`: processes can read memory of other GPUs."""
+    """This machine; `reads_other_gpus`: processes can read memory of other GPUs."""
 
     num_gpus: int
     reads_other_gpus: bool
 
 
 def compose(overrides: Sequence[str]) -> DictConfig:
-    """verl's config as `python -m verl.trainer.main_ppo` composes it, without importing verl."""
+    """Compose verl's config as `python -m verl.trainer.main_ppo` does, without importing verl."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
 
@@ -70,7 +69,7 @@ def preset_checks(machine: Machine) -> Iterator[Check]:
 
 
 def recipe_checks(overrides: Sequence[str], machine: Machine) -> Iterator[Check]:
-    """What the preflight says of a recipe before Ray starts, and what the sync would do in it."""
+    """The result of the preflight for a recipe, and what its sync would do."""
     from verl_sglang_sync.preflight import examine  # may be what is broken here
 
     try:
@@ -99,7 +98,7 @@ def recipe_checks(overrides: Sequence[str], machine: Machine) -> Iterator[Check]
 
 
 def sentences(config: DictConfig, settings: WeightSyncConfig, machine: Machine) -> Iterator[str]:
-    """What happens in every step: the route of the weights, how they are loaded, the sleep."""
+    """What a step would do: the route of the weights, how they are loaded, and the sleep."""
     bucket = f"buckets of at most {settings.bucket_bytes >> 20} MiB"
     backend = OmegaConf.select(config, BACKEND_KEY)
     if backend not in (None, "naive", BROADCAST_BACKEND):
@@ -133,7 +132,7 @@ def sentences(config: DictConfig, settings: WeightSyncConfig, machine: Machine) 
 
 
 def _later_route(config: DictConfig, settings: WeightSyncConfig, machine: Machine) -> str:
-    """How the syncs after the first get the weights, as far as the config tells."""
+    """How later syncs would get the weights, as far as the config tells."""
     is_elsewhere = OmegaConf.select(config, BACKEND_KEY) == BROADCAST_BACKEND
     num_ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
     computed, ways = list(_computed_exports(config)), []
@@ -159,7 +158,7 @@ def _later_route(config: DictConfig, settings: WeightSyncConfig, machine: Machin
 
 
 def _computed_exports(config: DictConfig) -> Iterator[str]:
-    """Why the export is not in the trainer's parameters as it is."""
+    """Why the export would not be bytes of the trainer's parameters."""
     actor_rollout = config.actor_rollout_ref
     strategy = actor_rollout.actor.strategy
     if strategy not in ("fsdp2", "megatron"):

@@ -19,11 +19,10 @@ STYLES = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "bold red"}
 
 
 def diagnose(overrides: Sequence[str] = ()) -> list[Check]:
-    """Run all checks, in the order of the report; takes about 20 seconds. Without overrides of the
-    user's recipe every preset is looked at.
+    """Run all checks, in the order of the report; takes about 20 seconds. Without `overrides`, the
+    user's recipe, every preset is checked.
 
-    The probes that import verl and sglang run side by side, and end before the GPU's memory is
-    measured.
+    The probes that import verl and sglang run in parallel, and end before GPU memory is measured.
     """
     gpus = hardware.visible_gpus()
     environment = {} if gpus else {"SGLANG_USE_CPU_ENGINE": "1"}  # sglang's import needs it
@@ -55,7 +54,7 @@ def diagnose(overrides: Sequence[str] = ()) -> list[Check]:
 
 
 def guarded(name: str, check: Callable[[], Check | list[Check]]) -> list[Check]:
-    """Results of a check; one that raises is a failed check, and not the report's end."""
+    """The results of a check; an exception becomes a failed check."""
     try:
         results = check()
     except Exception as error:
@@ -71,7 +70,7 @@ def as_json(checks: Sequence[Check]) -> str:
 
 
 def as_table(checks: Sequence[Check]) -> Table:
-    """A row per check, with its advice below, and how many came out how."""
+    """A row per check, with its advice below, and the number of checks by status."""
     table = Table(title="verl-sglang-sync doctor", title_justify="left", caption_justify="left")
     table.add_column("check", no_wrap=True)
     table.add_column("", no_wrap=True)

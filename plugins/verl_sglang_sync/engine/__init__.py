@@ -1,1 +1,1 @@
-"""The trainer's end of what it says to engines: HTTP, sessions, update groups."""
+"""The trainer's side of its communication with engines: HTTP, sessions, update groups."""

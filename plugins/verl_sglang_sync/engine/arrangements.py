@@ -1,6 +1,6 @@
-"""What an engine rank reads of each bucket (an arrangement), as it has told after a sync.
+"""The arrangements that engine ranks have offered: the parts of each bucket that a rank reads.
 
-Routes "exchange" and "send" bring an engine rank those bytes alone; an exported sync whole buckets.
+Routes "exchange" and "send" bring an engine rank only those bytes; exported buckets come whole.
 """
 
 from __future__ import annotations
@@ -17,60 +17,60 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class KnownArrangements:
-    """What one engine rank reads of each bucket.
+class RankArrangements:
+    """The arrangements of one engine rank for the buckets of a sync.
 
     Attributes:
         digest: names them on the wire.
-        buckets: (digest of the layout, arrangement) by index; None: the bucket is sent whole, as
-            is every bucket after these.
+        buckets: by index the digest of the layout and the arrangement; None, and no entry: the
+            bucket is sent whole.
     """
 
     digest: str = ""
     buckets: Arrangements = ()
 
     def is_arranged(self, index: int) -> bool:
-        """The rank gets what it reads of a bucket alone, which may be nothing."""
+        """True if the rank gets only the part of the bucket that it reads, which may be empty."""
         return index < len(self.buckets) and self.buckets[index][1] is not None
 
     def expected(self, index: int, whole: Arrangement) -> Arrangement:
-        """What it is sent of a bucket; `whole`: all of that."""
-        found = self.buckets[index][1] if index < len(self.buckets) else None
-        return whole if found is None else found
+        """The bucket's arrangement, or `whole` if it has none."""
+        arrangement = self.buckets[index][1] if index < len(self.buckets) else None
+        return whole if arrangement is None else arrangement
 
 
-NOTHING_KNOWN = KnownArrangements()
+NO_ARRANGEMENTS = RankArrangements()
 
 
 class EngineArrangements:
-    """What one engine rank reads of each bucket, as it has said after a sync.
+    """One engine rank's last arrangements, kept from sync to sync.
 
     Args:
-        is_wanted: False: the engine is not asked.
-        replica: number of its replica, of those that this trainer rank has sessions with.
+        is_wanted: False: the engine is not asked for any.
+        replica: number of its replica among those that this trainer rank has sessions with.
 
     Attributes:
-        reads_in_place: it reads the trainer's parameters, and is sent nothing.
+        reads_in_place: the rank reads the trainer's parameters, and is sent nothing.
     """
 
     def __init__(self, *, is_wanted: bool, replica: int = 0) -> None:
         self.replica = replica
         self.reads_in_place = False
         self._is_wanted = is_wanted
-        self._known = NOTHING_KNOWN
+        self._held = NO_ARRANGEMENTS
 
     @property
-    def known_digest(self) -> str | None:
-        """What the engine need not say again; None where it need not say anything."""
-        return self._known.digest if self._is_wanted else None
+    def held_digest(self) -> str | None:
+        """Digest of the arrangements that are held; None: the engine need not offer any."""
+        return self._held.digest if self._is_wanted else None
 
-    def matching(self, sent: Iterable[Bucket]) -> KnownArrangements:
-        """What is known, if it speaks of these buckets; else nothing."""
-        layouts = [layout for layout, _ in self._known.buckets]
-        return self._known if layouts == [bucket.digest for bucket in sent] else NOTHING_KNOWN
+    def matching(self, sent: Iterable[Bucket]) -> RankArrangements:
+        """The arrangements held if they are for these buckets, else none."""
+        layouts = [layout for layout, _ in self._held.buckets]
+        return self._held if layouts == [bucket.digest for bucket in sent] else NO_ARRANGEMENTS
 
     def learn(self, encoded: bytes, sent: Iterable[Bucket]) -> None:
-        """Take what the engine offers for the buckets that were sent."""
+        """Hold the arrangements that the engine offers for the buckets that were sent."""
         layouts = {bucket.digest: bucket.layout for bucket in sent}
         try:
             buckets = decode_arrangements(encoded, layouts)
@@ -81,8 +81,8 @@ class EngineArrangements:
                 "buckets are sent whole, the engine's arrangements do not fit: %s", error
             )
         else:
-            self._known = KnownArrangements(digest_of(encoded), buckets)
+            self._held = RankArrangements(digest_of(encoded), buckets)
 
     def forget(self) -> None:
-        """The next sync is made as the first one was."""
-        self._known = NOTHING_KNOWN
+        """Send whole buckets, until the engine offers arrangements again."""
+        self._held = NO_ARRANGEMENTS

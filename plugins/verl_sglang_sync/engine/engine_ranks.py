@@ -1,8 +1,8 @@
-"""The engine ranks with which one trainer rank has a session each, and the requests that open them.
+"""The sessions of one trainer rank with engine ranks, and the HTTP requests that open them.
 
-A colocated trainer rank has one, on its own device, and its replica's leader sends the request. In
-disaggregated mode the first trainer rank has one with every engine rank of every replica, opened by
-a request a replica, and the other trainer ranks have none.
+A colocated trainer rank has one session, on its own device, and its replica's leader sends the
+request. In disaggregated mode the first trainer rank has one with every engine rank of every
+replica, opened by one request for each replica, and the other trainer ranks have none.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Engine(Protocol):
 
 
 class OpeningRequest:
-    """The update request, sent by another thread: this one waits on the session's socket.
+    """The update request of a replica, sent by another thread while this one serves the session.
 
-    The session's socket says what the reply does, and a millisecond or two before: nobody whose
-    session ended well has to wait for the reply, but it must be looked at, later (`result`).
+    The session's socket tells the outcome a millisecond or two before the reply does. So the reply
+    to a good session is only checked later (`result`).
 
     Args:
         engine: the replica's server; None on ranks that do not send the request.
@@ -52,15 +52,14 @@ class OpeningRequest:
         self._version = version
         self._reply: Future[Any] | None = None
 
-    def post(self, invitations: list[bytes]) -> None:
-        """Send the request, and return when it has left; its reply is the outcome on all TP ranks.
-
-        What this thread computes next would keep the client's thread from sending it.
+    def post(self, descriptors: list[bytes]) -> None:
+        """Send the request, and return when it has left: what this thread computes next would hold
+        Python's lock, and keep the client's thread from sending it.
         """
-        assert self._engine is not None, "only the leader gathers invitations"
+        assert self._engine is not None, "only the leader gathers descriptors"
         sent = threading.Event()
         call = operations.update_weights(
-            invitations,
+            descriptors,
             load_format=SESSION_FORMAT,
             flush_cache=True,
             weight_version=self._version,
@@ -76,36 +75,34 @@ class OpeningRequest:
         return self._engine is None or self._reply is not None
 
     def check(self) -> None:
-        """Raise if the engine has answered, or its answer was lost: it has left the session early,
-        as it answers after the commit.
+        """Before the commit: raise if there is a reply, which comes only after the session, or if
+        it was lost.
         """
         if self._reply is not None and self._reply.done():
             self._reply.result()
             raise SessionError("the engine ended the update before its session")
 
     def check_refused(self) -> None:
-        """Raise if the engine's answer is a failure, or was lost. After the commit: a good one may
-        come before the session has told of the publication.
+        """After the commit, when a good reply may come before the session's Published: raise if the
+        reply is a failure, or was lost.
         """
         if self._reply is not None and self._reply.done():
             self._reply.result()
 
     def check_answer(self) -> None:
-        """Raise if the engine has answered: it has left the session. A lost answer proves nothing:
-        the engine may still join.
-        """
+        """Like `check`, but a lost reply does not raise: the engine may still join the session."""
         with suppress(ReplyLost):
             self.check()
 
     def wait(self, limit_s: float) -> bool:
-        """Wait until there is a reply, good or bad; False if there is none after `limit_s`."""
+        """Wait for a reply, good or bad; False if there is none after `limit_s` seconds."""
         return self._reply is None or bool(wait([self._reply], limit_s).done)
 
     def give_up(self, limit_s: float) -> str | None:
-        """Wait for the reply to a failed session, `limit_s` at most; then nobody waits for it.
+        """Wait up to `limit_s` seconds for the reply to a failed session, then drop it.
 
         Returns:
-            How the server was lost; None: it has replied, or may still do so.
+            The error if the server could not be reached, or its reply was lost; else None.
         """
         if self._reply is None:
             return None
@@ -118,10 +115,10 @@ class OpeningRequest:
         return None
 
     def result(self) -> None:
-        """Wait until there is a reply to a session that has told of the publication.
+        """Wait for the reply to a session that was published, and log its remarks.
 
         Raises:
-            Exception: the reply is bad. One that was lost is only logged.
+            Exception: the reply is a failure. A lost reply is only logged.
         """
         if self._reply is None:
             return
@@ -143,9 +140,9 @@ class EngineRank:
     """One engine rank.
 
     Attributes:
-        name: for messages; "" of the one on this rank's device, which names its TP rank itself.
-        request: opens the sessions of its replica.
-        arrangements: what it reads of the buckets, kept from sync to sync.
+        name: for error messages; "" if colocated: its errors name the TP rank themselves.
+        request: opened the sessions of its replica.
+        arrangements: see `EngineArrangements`.
     """
 
     name: str
@@ -155,7 +152,7 @@ class EngineRank:
 
     @contextmanager
     def naming(self) -> Iterator[None]:
-        """An error of the body says of which engine rank it is."""
+        """Errors of the body get the name of the engine rank."""
         try:
             yield
         except Exception as error:
@@ -165,8 +162,8 @@ class EngineRank:
             raise kind(f"{self.name}: {error}") from error
 
 
-def each(engines: Sequence[EngineRank], step: Callable[[EngineRank], Result]) -> list[Result]:
-    """Do something with every engine rank; an error names the one."""
+def for_each(engines: Sequence[EngineRank], step: Callable[[EngineRank], Result]) -> list[Result]:
+    """Results of a step for every engine rank; an error names its engine rank."""
     results = []
     for engine in engines:
         with engine.naming():
@@ -175,19 +172,18 @@ def each(engines: Sequence[EngineRank], step: Callable[[EngineRank], Result]) ->
 
 
 def poll(engines: Sequence[EngineRank]) -> None:
-    """Take note of what the engine ranks have said; raise if one has failed, or ended its part."""
-    each(engines, lambda engine: engine.session.poll())
+    """Process the messages of the engine ranks; raise if one has failed, or left its session."""
+    for_each(engines, lambda engine: engine.session.poll())
 
 
 def wait_for(
-    engines: Sequence[EngineRank], has_come: Callable[[TrainerSession], bool], limit_s: float
+    engines: Sequence[EngineRank], holds: Callable[[TrainerSession], bool], limit_s: float
 ) -> None:
-    """Wait until something holds of every session, as long as none fails.
+    """Wait until a condition holds for every session, or one fails.
 
     Args:
-        engines: on which this rank waits.
-        has_come: what is waited for, of one session.
-        limit_s: longest time in which none of them makes progress, in seconds.
+        holds: the condition.
+        limit_s: longest time without progress of any of them, in seconds.
 
     Raises:
         EngineFailed: with the engine's traceback.
@@ -196,7 +192,7 @@ def wait_for(
     deadline, progress = time.monotonic() + limit_s, -1
     while True:
         poll(engines)
-        waiting = next((e for e in engines if not has_come(e.session)), None)
+        waiting = next((e for e in engines if not holds(e.session)), None)
         if waiting is None:
             return
         made = sum(e.session.num_receiving + e.session.num_done for e in engines)

@@ -1,7 +1,7 @@
-"""A trainer rank's end of a session with an engine rank.
+"""The trainer's end of a session with an engine rank.
 
 with TrainerSession(sockets, settings, names) as session:
-    ...                                   # session.invitation travels with the HTTP request
+    ...                                   # session.descriptor goes with the HTTP request
     while not session.greet(watch, wait_s=1): ...
     slot = session.map_buffer(storage, keep=False)
     session.load(0, bucket, encode_pieces([BucketPiece(slot, 0, 0, nbytes)]), read_only=False)
@@ -41,32 +41,32 @@ from verl_sglang_sync.sources.memory_blocks import Block, BlockNames, share_bloc
 
 Message = TypeVar("Message", bound=wire.FromEngine)
 
-ABORT_WAIT_S = 5.0  # for an engine that was asked to join, and has not yet
+ABORT_WAIT_S = 5.0  # for an engine that was asked to join, and has not joined yet
 
 
 class EngineFailed(RuntimeError):
-    """The engine could not load; the text is its TP rank and traceback."""
+    """The engine failed; the text is its TP rank and traceback."""
 
 
 class EngineCannotMap(EngineFailed):
-    """The engine has read nothing: it cannot map the trainer's memory."""
+    """The engine cannot map the trainer's memory, and has read nothing."""
 
 
 class BlockNotMapped(RuntimeError):
-    """The engine has unmapped memory of which this rank has no new handle."""
+    """The engine no longer maps memory for which this rank has no new handle."""
 
 
 @dataclass(frozen=True)
 class SharedBlock:
-    """A block of a trainer rank's memory, and its handle for one engine rank until that is used."""
+    """A block of a trainer rank's memory, and a handle for one engine rank; None: it was used."""
 
     name: str
     handle: BufferHandle | None
 
 
 class SessionSockets:
-    """The sockets of this process's sessions with one engine rank: in a folder of its own, or TCP
-    sockets at `host`, this process's address, where the engine may be on another host.
+    """Makes the sockets of this process's sessions with one engine rank: in a folder of its own, or
+    TCP sockets at `host`, this process's address, if the engine may be on another host.
     """
 
     def __init__(self, host: str | None = None) -> None:
@@ -74,7 +74,7 @@ class SessionSockets:
         self._folder: SessionFolder | None = None
 
     def open(self) -> Channel[FromEngine]:
-        """The socket of another session."""
+        """A socket for another session."""
         if self._host is not None:
             return trainer_end_on_network(self._host)
         return trainer_end(self.folder.new_endpoint())
@@ -89,16 +89,17 @@ class TrainerSession:
     """Speaks the trainer's part of the protocol. A context manager.
 
     Args:
-        names: of this process's memory, the same for all its sessions.
-        group: name of the update group by which the buckets go; "": the engine maps them.
-        senders: name of the one of all trainer ranks; "": there is none.
-        secret: of the first group.
+        names: names of this process's memory blocks, the same for all its sessions.
+        group: name of the update group in which buckets are sent; "": the engine maps them.
+        senders: name of the update group of all trainer ranks; "" if there is none.
+        secret: the secret of `group`.
 
     Attributes:
-        arrangements: digest of those that the engine holds for this sync, once they have met.
-        num_done: buckets that the engine has read, as of the last `poll`.
-        num_receiving: likewise those that it receives, or has received, over the network.
-        loaded: how it has loaded them, once it has read all; None before.
+        descriptor: encoded, for the request that opens the session.
+        arrangements: digest of the engine's arrangements for this sync, as of its Hello.
+        num_done: number of buckets that the engine has read, as of the last `poll`.
+        num_receiving: number of buckets that it has begun to receive, likewise.
+        loaded: the engine's Loaded; None before it has come.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class TrainerSession:
             group=group,
             senders=senders,
         )
-        self.invitation = wire.encode_descriptor(
+        self.descriptor = wire.encode_descriptor(
             wire.signed(descriptor, secret) if group else descriptor
         )
         self._watch: Callable[[], None] | None = None
@@ -141,10 +142,10 @@ class TrainerSession:
         self.arrangements = ""
 
     def greet(self, watch: Callable[[], None], *, wait_s: float) -> bool:
-        """Meet the engine; False if it has not joined within `wait_s` seconds: call again.
+        """Exchange Hello and Welcome; False if the engine has not joined within `wait_s` seconds.
 
         Args:
-            watch: called while waiting for the engine, here and later; raises to end the wait.
+            watch: called during all waits for the engine, here and later; may raise to end them.
         """
         self._watch = watch
         if not self._channel.wait(wait_s, watch):
@@ -156,8 +157,8 @@ class TrainerSession:
         return True
 
     def map_buffer(self, storage: torch.UntypedStorage, *, keep: bool) -> int:
-        """Have the engine map a staging buffer with the next bucket, once, and `keep` it after the
-        session; return its slot. `ValueError`: the memory cannot be shared.
+        """Have the engine map a staging buffer with the next bucket, unless it is mapped; `keep` it
+        mapped after the session. Returns its slot, or raises ValueError if it cannot be shared.
         """
         block = Block.of(storage)
         name = self._names.name_of(block, storage)
@@ -169,9 +170,8 @@ class TrainerSession:
         return self._slots[name]
 
     def map_blocks(self, blocks: Iterable[SharedBlock], *, keep: bool) -> None:
-        """Have the engine map the trainer ranks' parameters with the first bucket; likewise.
-
-        The slots are the positions of `blocks`: nothing else is mapped in such a session.
+        """Have the engine map blocks of the trainer ranks' parameters with the first bucket. Their
+        slots are the positions in `blocks`: nothing else is mapped in such a session.
 
         Raises:
             BlockNotMapped: the engine has not mapped a block that has no handle.
@@ -183,7 +183,7 @@ class TrainerSession:
             self._announce(block.name, None if is_mapped else block.handle, keep=keep)
 
     def _announce(self, name: str, handle: BufferHandle | None, *, keep: bool) -> None:
-        """Name a buffer with the next bucket; its slot is the number of those before it."""
+        """Give a buffer the next slot, and send it with the next bucket."""
         slot = self._slots[name] = len(self._slots)
         self._unsent.append(wire.SharedBuffer(slot=slot, name=name, handle=handle, keep=keep))
 
@@ -197,7 +197,7 @@ class TrainerSession:
         arranged: bool = False,
         receives: Sequence[list[int]] = (),
     ) -> None:
-        """Have a bucket loaded, see `LoadBucket`; its memory must stay as it is meanwhile."""
+        """Have a bucket loaded, see `LoadBucket`; its memory must not change until it was read."""
         buffers, self._unsent = self._unsent, []
         self._send(
             wire.LoadBucket,
@@ -211,9 +211,12 @@ class TrainerSession:
         )
 
     def poll(self) -> None:
-        """Take note of what the engine has said, without waiting. Raises `EngineFailed` with the
-        engine's traceback, `SessionError` if it is gone or broke the protocol, or as the watch of
-        `greet`.
+        """Process the engine's messages without waiting.
+
+        Raises:
+            EngineFailed: with the engine's traceback.
+            SessionError: the engine is gone or broke the protocol.
+            Exception: what the watch of `greet` or `commit` raised.
         """
         while self._channel.wait(0.0, self._watch):
             message = self._next()
@@ -228,7 +231,7 @@ class TrainerSession:
         self._channel.wait_briefly()
 
     def finish(self, *, num_buckets: int, num_tensors: int, arrangements: str | None) -> None:
-        """Declare that all was sent, while the engine may still be reading; see `Finish`."""
+        """Tell the engine that all buckets were announced; see `Finish`."""
         self._send(
             wire.Finish,
             num_buckets=num_buckets,
@@ -237,34 +240,32 @@ class TrainerSession:
         )
 
     def commit(self, watch: Callable[[], None]) -> None:
-        """Have the weights published: every trainer rank's engine has read what it was to read.
+        """Have the weights published, after all engine ranks have read all buckets.
 
         Args:
-            watch: from now on instead of that of `greet`: the engine may answer its request at any
-                time, also before this rank hears of the publication here.
+            watch: replaces that of `greet`: from now on a good reply may come at any time.
         """
         self._watch = watch
         self._send(wire.Commit)
 
     def wait_until_published(self) -> None:
-        """Wait until the weights are complete on all ranks of the engine; raises as `poll`."""
+        """Wait until all TP ranks of the engine serve the weights; raises as `poll`."""
         self._receive(wire.Published)
 
     def abort(self, reason: str, watch: Callable[[], None] | None) -> None:
-        """Tell the engine to give up, if it still listens; one that is yet to join is waited for,
-        `ABORT_WAIT_S` at most.
+        """Abort the session; wait up to `ABORT_WAIT_S` for an engine that has not joined yet.
 
         Args:
-            watch: called while waiting; raises to end it. None: no engine was asked to join.
+            watch: called while waiting; may raise to end it. None: no engine was asked to join.
         """
         if not self._channel.has_heard and watch is None:
             return
-        with suppress(Exception):  # there is nobody to tell
+        with suppress(Exception):  # the engine is gone
             if self._channel.has_heard or self._channel.wait(ABORT_WAIT_S, watch):
                 self._channel.send(wire.Abort, reason=reason)
 
     def _send(self, kind: type[Any], **fields: Any) -> None:
-        """Send; an engine that has failed said why before it left."""
+        """Send a message; if the engine is gone, raise the failure that it has sent before."""
         try:
             self._channel.send(kind, **fields)
         except SessionError:
@@ -297,7 +298,7 @@ def _expected(kind: type[Message], message: FromEngine) -> Message:
 
 
 def _counted(message: wire.Receiving | wire.BucketDone, number: int) -> int:
-    """One more than `number`, which the message must be of."""
+    """Check that the message is for bucket `number`; returns the next number."""
     if message.index != number:
         name = type(message).__name__
         raise SessionError(f"expected {name} of bucket {number}, got that of {message.index}")

@@ -1,9 +1,9 @@
-"""Disaggregated mode: the replicas, and the process groups that the trainer forms with them.
+"""Disaggregated mode: the process groups that the trainer forms with all engine ranks.
 
-There are two: of the trainer's first rank and all engine ranks, in which it broadcasts, and of all
-trainer ranks and all engine ranks, in which each sends; for a trainer of one rank they are one. A
-group is kept from sync to sync. It is formed anew when replicas have joined or left, and after a
-failure, because a collective may be outstanding in it.
+There are two: with the trainer's first rank, which broadcasts in it, and with all trainer ranks,
+which all send in it; a trainer of one rank has only the first. A group is kept from sync to sync.
+It is formed anew when replicas have joined or left, and after a failure, because a collective may
+be outstanding in it.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from verl_sglang_sync.engine.server_client import ServerError, SGLangServerClien
 logger = logging.getLogger(__name__)
 
 LEAVE_S = 30.0
-"""How long the ranks of a group that was not formed are waited for: each finds out by itself."""
+"""Longest wait for the other ranks' joins to fail after a group could not be formed."""
 REPLY_S = 2.0
 
 
 class UpdateGroupError(BroadcastError):
-    """A group was not formed; names the replica that is to blame."""
+    """A group was not formed; the message names the replica at fault, if any."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +50,10 @@ class Replica:
     """A rollout replica that takes part in a sync.
 
     Attributes:
-        identity: differs for a server that was restarted at the same address.
-        base_url: of its server, such as "http://10.0.0.1:30000"; `client`: of the same.
-        num_ranks: tensor-parallel ranks of its engine.
+        identity: changes if the server is restarted at the same address.
+        base_url: its server's URL, such as "http://10.0.0.1:30000".
+        client: client of that server.
+        num_ranks: number of tensor-parallel ranks of its engine.
     """
 
     identity: str
@@ -63,14 +64,14 @@ class Replica:
 
 @dataclass(frozen=True)
 class UpdateGroup:
-    """A formed group, in a trainer rank; attributes after the first two are set on rank 0 alone.
+    """A formed group, in a trainer rank; only rank 0 has more than the first two attributes.
 
     Attributes:
-        name: by which the engines know it.
+        name: its name in the engines.
         process_group: torch's; the trainer ranks are the first.
         replicas: in rank order.
-        meeting: the store through which NCCL's ranks connect at their first collective.
-        secret: what only its ranks know; it signs the invitations to its sessions.
+        meeting: the store, kept alive as long as the group.
+        secret: signs the descriptors of its sessions.
     """
 
     name: str
@@ -81,18 +82,18 @@ class UpdateGroup:
 
 
 class UpdateGroups:
-    """Keeps the current group of some trainer ranks and all engine ranks; lives in each of those
-    trainer ranks.
+    """Forms the group of some trainer ranks and all engine ranks, and keeps the current one. Each
+    of these trainer ranks has such an object.
 
     Args:
-        address: of this host, as the replicas reach it; only that of the first rank counts.
-        device: of what is sent; a CPU's goes over gloo, a GPU's over NCCL.
-        timeout_s: limit of the wait for a rank, in seconds.
-        trainers: all trainer ranks, which make the same calls; None: the first is in it alone.
+        address: this host's, as the replicas reach it; only the first rank's is used.
+        device: device of the sent buffers; with a GPU's the group uses NCCL, else gloo.
+        timeout_s: limit of the wait for all ranks, in seconds.
+        trainers: all trainer ranks, which make the same calls; None: only the first one is in it.
 
     Attributes:
-        current: None where it was given up.
-        left: names of groups that the engines still know; they are told when the next one forms.
+        current: the current group; None if there is none.
+        abandoned: names of groups that the engines are still in; they leave when the next forms.
     """
 
     def __init__(
@@ -111,48 +112,49 @@ class UpdateGroups:
         self._rank, self._num_trainers = 0, 1
         if trainers is not None:
             self._rank, self._num_trainers = own_rank(), world_size()
-        self.left: list[str] = []
+        self.abandoned: list[str] = []
 
     def with_replicas(self, replicas: Sequence[Replica] | None) -> UpdateGroup:
         """The group of exactly these replicas; collective.
 
         Args:
-            replicas: only those of the first rank count; None: it has failed before.
+            replicas: only those of the first rank are used; None: it has failed before.
 
         Raises:
             ValueError: no replicas.
             ServerError: a server does not answer.
-            UpdateGroupError: a replica did not join, and the others have left; or the first rank
-                could form no group.
+            UpdateGroupError: the group could not be formed.
         """
-        told: GroupPlace | str | None = None
+        chosen: GroupPlace | str | None = None
         meeting: MeetingPoint | None = None
         try:
             if self._rank == 0 and replicas is not None:
-                told, meeting = self._opened(replicas)
+                chosen, meeting = self._current_or_new(replicas)
         finally:
-            told = self._trainers.all_gather(told)[0]
-        if self.current is None or told != self.current.name:
+            chosen = self._trainers.all_gather(chosen)[0]
+        if self.current is None or chosen != self.current.name:
             self.abandon()
-            if not isinstance(told, GroupPlace):
+            if not isinstance(chosen, GroupPlace):
                 raise UpdateGroupError("the trainer's first rank could form no group of all ranks")
-            own = in_thread(partial(self._join, told), "weight-sync-join")
+            own = in_thread(partial(self._join, chosen), "weight-sync-join")
             if meeting is None or replicas is None:
-                self.current = self._follow(told, own)
+                self.current = self._follow(chosen, own)
             else:
-                self.current = self._lead(told, own, meeting, tuple(replicas))
+                self.current = self._lead(chosen, own, meeting, tuple(replicas))
         return self.current
 
     def abandon(self) -> None:
-        """Give up the group after a failure; the next sync forms another."""
+        """Leave the current group after a failure; the next sync forms another."""
         group, self.current = self.current, None
         if group is not None:
-            self.left.append(group.name)
+            self.abandoned.append(group.name)
             leave(group.process_group, broken=True)
 
-    def _opened(self, replicas: Sequence[Replica]) -> tuple[GroupPlace | str, MeetingPoint | None]:
-        """On the first rank: the name of the current group, if it is that of these replicas; else
-        where another one meets.
+    def _current_or_new(
+        self, replicas: Sequence[Replica]
+    ) -> tuple[GroupPlace | str, MeetingPoint | None]:
+        """On the first rank: the name of the current group if it has these replicas, else where the
+        next one meets, and its store.
         """
         if not replicas:
             raise ValueError("a sync needs at least one replica, got none")
@@ -162,11 +164,11 @@ class UpdateGroups:
         if self.current is not None and self.current.replicas == tuple(replicas):
             return self.current.name, None
         for replica in replicas:
-            replica.client.run(operations.model_info())  # nobody waits for a server that is gone
+            replica.client.run(operations.model_info())  # fail now if a server is gone
         if self.current is not None:
             self._dissolve(self.current)
-        left, self.left = self.left, []
-        _leave_servers(replicas, left)
+        _leave_servers(replicas, self.abandoned)
+        self.abandoned = []
         name = f"{GROUP_PREFIX}{secrets.token_hex(4)}"
         size = self._num_trainers + sum(replica.num_ranks for replica in replicas)
         meeting = MeetingPoint(self.address, size, self._num_trainers, limit_s=self._timeout_s)
@@ -208,7 +210,7 @@ class UpdateGroups:
             rank_offset += replica.num_ranks
         wait([own, *joined], timeout=self._timeout_s, return_when=FIRST_EXCEPTION)
         if problem := _why_not_formed(replicas, joined, own, self._timeout_s):
-            self.left.append(place.name)  # some engine may have joined
+            self.abandoned.append(place.name)  # some engine may have joined
             meeting.close()
             wait([own, *joined], LEAVE_S)
             own.add_done_callback(_leave_late)
@@ -218,8 +220,8 @@ class UpdateGroups:
         return UpdateGroup(place.name, group, replicas, meeting, secret_of(group))
 
     def _dissolve(self, group: UpdateGroup) -> None:
-        """Leave a healthy group together with whoever is still there: the engines at the same time,
-        the other trainer ranks when they hear of the next one.
+        """Leave a healthy group at the same time as its engines; the other trainer ranks leave when
+        the next one is formed.
         """
         self.current = None
         is_alone = self._num_trainers == 1
@@ -229,7 +231,7 @@ class UpdateGroups:
 
 
 def _leave_late(joined: Future[Any]) -> None:
-    """Of a group that some rank did not join, though this process did."""
+    """Leave a group that this process has joined, and another rank has not."""
     if joined.exception() is None:
         leave(joined.result(), broken=True)
 
@@ -237,7 +239,7 @@ def _leave_late(joined: Future[Any]) -> None:
 def _why_not_formed(
     replicas: Sequence[Replica], joined: Sequence[Future[Any]], own: Future[Any], timeout_s: float
 ) -> str | None:
-    """The replica that failed to join, or those that did not in time; None: all have joined."""
+    """Which replica failed to join, or which are late, in words; None: all have joined."""
     failure = own.exception() if own.done() else None
     if failure is not None:
         wait(joined, timeout=REPLY_S, return_when=FIRST_EXCEPTION)  # a replica may know better
@@ -254,7 +256,7 @@ def _why_not_formed(
 def _leave_servers(
     replicas: Sequence[Replica], names: Sequence[str], meanwhile: Callable[[], None] | None = None
 ) -> None:
-    """Have the engines destroy their part; a server that is gone, or has done so, is fine."""
+    """Have the engines leave the groups; errors are only logged. `meanwhile`: done in parallel."""
     futures = [
         (replica, name, replica.client.submit(operations.destroy_update_group(name)))
         for replica in replicas

@@ -1,4 +1,4 @@
-"""`verl-sglang-sync report`: what report files tell, as a table, a picture and a trace."""
+"""`verl-sglang-sync report`: shows report files as a table, a plot or a trace."""
 
 from verl_sglang_sync.report_files.runs import ReportFileError, Run, read_run
 

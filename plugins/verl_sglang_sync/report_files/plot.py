@@ -1,6 +1,6 @@
-"""Draws runs: where the seconds of the median sync go, and the seconds of every sync.
+"""Plots runs: the stages of the median sync, and the seconds of every sync.
 
-Imports matplotlib, which is no dependency of the package.
+Imports matplotlib, which is not a dependency of the package.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from matplotlib.ticker import MaxNLocator
 from verl_sglang_sync.report_files.runs import Run, stage_position
 
 LOG_FROM = 10
-"""Seconds are drawn on a logarithmic scale where the longest sync took this many times the
-shortest; the first sync of `compiled` makes its plan."""
+"""The scale is logarithmic if the longest sync took this many times as long as the shortest: the
+first sync of `compiled` makes its plan."""
 
 VISIBLE = 0.004
-"""The part of the longest bar from which on a stage can be seen, and has a name in the legend."""
+"""Stages that are at least this part of the longest bar are named in the legend."""
 
 
 def draw(runs: Sequence[Run]) -> Figure:
@@ -54,7 +54,7 @@ def draw(runs: Sequence[Run]) -> Figure:
 
 
 def stage_bars(axes: Axes, labels: Sequence[str], bars: Sequence[Mapping[str, float]]) -> None:
-    """A bar for each label, stacked of its seconds by stage."""
+    """A bar for each label, stacked from its seconds by stage."""
     colours = colormaps["tab20"].colors  # type: ignore[attr-defined]
     lefts, longest = [0.0] * len(bars), max(sum(stages.values()) for stages in bars)
     for stage in sorted({name for stages in bars for name in stages}, key=stage_position):
@@ -72,7 +72,7 @@ def stage_bars(axes: Axes, labels: Sequence[str], bars: Sequence[Mapping[str, fl
 
 
 def _names(runs: Sequence[Run]) -> list[str]:
-    """The files' names, with the folders in which they differ."""
+    """The runs' paths, without the folders that they share."""
     paths = [Path(run.name).absolute() for run in runs]
     shared = commonpath([path.parent for path in paths])
     return [str(path.relative_to(shared)) for path in paths]

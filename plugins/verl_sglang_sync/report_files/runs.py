@@ -9,9 +9,9 @@ lines of one weight version are of one sync, and where a replica has several of 
 a restart, the n-th ones are. The median is one real sync, so that its stages add up to its seconds.
 
 `trace_of` is for Perfetto and chrome://tracing: a process per file, a thread per replica. A stage
-is drawn in one piece, from when it first began or the one before ended, whichever is later; one
-without a beginning, the sleep in the server's process, right before the next one. Source: the Trace
-Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+is drawn in one piece, from its beginning or the end of the last stage, whichever is later; the
+sleep, whose beginning is not recorded, right before the next stage. Source: the Trace Event Format,
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ STAGES = (
     *("gather", "send", "confirm", "load", "commit", "publish", "reply", "learn", "other"),
     "resume_kv_cache",
 )
-"""In the order in which they are shown; "other" is what the stages inside of "sync" leave of it."""
+"""Stages in the order of display; "other" is the part of "sync" that is in none of its stages."""
 
 MEMORY = ("release", "resume_")
-"""How the stages begin that are no part of "sync"."""
+"""Prefixes of the stages that are not part of "sync"."""
 
 
 class ReportFileError(ValueError):
@@ -43,7 +43,7 @@ class ReportFileError(ValueError):
 
 
 class ReplicaSync(SyncReport):
-    """One line."""
+    """One line of a report file."""
 
     def __post_init__(self) -> None:
         if not self.seconds:
@@ -51,7 +51,7 @@ class ReplicaSync(SyncReport):
 
     @property
     def shown(self) -> dict[str, float]:
-        """Seconds by stage, in the order of `STAGES`, each second once."""
+        """Seconds by stage, in the order of `STAGES`, with "other" instead of "sync"."""
         stages = {name: spent for name, spent in self.seconds.items() if name != "sync"}
         if "sync" in self.seconds:
             parts = sum(spent for name, spent in stages.items() if not name.startswith(MEMORY))
@@ -64,26 +64,26 @@ class ReplicaSync(SyncReport):
 
     @property
     def sync_seconds(self) -> float:
-        """Without sleep and wake-up."""
+        """Seconds without sleep and wake-up."""
         return sum(spent for name, spent in self.shown.items() if not name.startswith(MEMORY))
 
     @property
     def num_exported(self) -> int:
-        """Buckets that came through the full export."""
-        spared = self.num_pulled + self.num_exchanged + self.num_sent  # one may count twice
-        return max(0, self.num_buckets - spared)
+        """Number of buckets that were packed from the full export."""
+        others = self.num_pulled + self.num_exchanged + self.num_sent  # one may count twice
+        return max(0, self.num_buckets - others)
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one file holds, of all replicas at least one line."""
+    """All lines of one file, at least one."""
 
     name: str
     lines: tuple[ReplicaSync, ...]
 
     @property
     def mode(self) -> str:
-        """Of all lines; two where some rollouts share the trainer's GPUs and others do not."""
+        """The modes of all lines: two if only some rollouts share the trainer's GPUs."""
         return ", ".join(dict.fromkeys(line.mode for line in self.lines))
 
     @cached_property
@@ -99,18 +99,18 @@ class Run:
 
     @property
     def typical(self) -> ReplicaSync:
-        """The median of the syncs after the first, which is the only one where there are none."""
+        """The median of the syncs after the first, or the only one."""
         later = sorted(self.syncs[1:] or self.syncs, key=lambda line: line.total_seconds)
         return later[(len(later) - 1) // 2]
 
     @property
     def eager_reasons(self) -> Counter[str]:
-        """Why buckets were not replayed, and in how many lines."""
+        """The reasons why buckets were not replayed, with their numbers of lines."""
         return Counter(line.eager_reason for line in self.lines if line.eager_reason is not None)
 
 
 def read_run(path: Path) -> Run:
-    """Read one file; `ReportFileError` where it holds no sync, or something else."""
+    """Read one file; `ReportFileError` if it has no line, or one that is not a report."""
     lines = []
     try:
         for text in path.read_bytes().splitlines():
@@ -126,7 +126,7 @@ def read_run(path: Path) -> Run:
 
 
 def stage_position(name: str) -> int:
-    """Where a stage stands among all; what is not known comes last."""
+    """Position of a stage in `STAGES`; others come last."""
     return STAGES.index(name) if name in STAGES else len(STAGES)
 
 
@@ -155,14 +155,14 @@ def trace_of(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def spans(line: ReplicaSync) -> Iterator[tuple[str, float, float]]:
-    """(stage, Unix seconds of its beginning, seconds), in the order of the report."""
-    known = line.started_at
-    if "sync" in line.seconds:  # around its parts
-        yield "sync", known["sync"], line.seconds["sync"]
+    """`(stage, Unix seconds of its beginning, seconds)`, in the order of the report."""
+    begun = line.started_at
+    if "sync" in line.seconds:  # around its stages
+        yield "sync", begun["sync"], line.seconds["sync"]
     stages = [(name, spent) for name, spent in line.seconds.items() if name != "sync"]
-    first = next(i for i, (name, _) in enumerate(stages) if name in known)
-    end = known[stages[first][0]] - sum(spent for _, spent in stages[:first])
+    first = next(i for i, (name, _) in enumerate(stages) if name in begun)
+    end = begun[stages[first][0]] - sum(spent for _, spent in stages[:first])
     for name, spent in stages:
-        start = max(end, known.get(name, end))
+        start = max(end, begun.get(name, end))
         end = start + spent
         yield name, start, spent

@@ -1,4 +1,4 @@
-"""Shows runs side by side: of each its first sync, and the median of the later ones."""
+"""Shows runs side by side: the first sync of each, and the median of the later ones."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def table_of(runs: Sequence[Run]) -> Table:
 
 
 def headings(runs: Sequence[Run]) -> Iterator[str]:
-    """What each number in the table stands for, and why buckets of that run were not replayed."""
+    """The file and mode of each number in the table, and why buckets were not replayed."""
     for number, run in enumerate(runs, 1):
         num_replicas = len({line.replica for line in run.lines})
         each = f" of {num_replicas} replicas, each as the slowest" if num_replicas > 1 else ""

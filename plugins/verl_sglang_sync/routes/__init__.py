@@ -1,1 +1,1 @@
-"""How bytes reach the engine: pulled, exchanged, sent, or exported (then mapped, or broadcast)."""
+"""Routes by which bytes reach the engine: pull, exchange, send, or export (mapped or broadcast)."""

@@ -1,15 +1,14 @@
 """Delivery to engines on other devices, over a process group: buckets are announced, then sent.
 
-The engines, which have two buffers of their own, say which bucket they receive and which they have
-read:
+The engines have two buffers, and tell which buckets they receive and which they have read:
 
     trainer   pack 0 | pack 1 | pack 2          | pack 3     |
     group              send 0 | send 1 | send 2     |
     engines                     load 0 | load 1     |
 
-A transfer begins when all engines receive its bucket, never earlier: on a GPU it would wait there
-for the engines, and whatever of the trainer waits for the whole GPU meanwhile (freeing memory, its
-own collectives' set-up) would wait for ever.
+A transfer begins only when all engines receive its bucket. An earlier one would wait for them on
+the GPU, and operations of the trainer that wait for the whole GPU (freeing memory, the set-up of
+its own collectives) might wait for ever.
 """
 
 from __future__ import annotations
@@ -24,22 +23,22 @@ import torch
 from sglang_loader.common.broadcast.broadcast import POLL_S, Broadcast, BroadcastError, Transfer
 from sglang_loader.common.session.messages import BucketPiece, SessionError, encode_pieces
 from verl_sglang_sync.collective import STEP_S
-from verl_sglang_sync.engine.engine_ranks import EngineRank, each, poll
+from verl_sglang_sync.engine.engine_ranks import EngineRank, for_each, poll
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.route import InStep, ReadyBucket
 from verl_sglang_sync.routes.shards.all_to_all import NUM_TRAVELLING
 
 REASON_WAIT_S = 2.0
-"""How long after a failed transfer the engine that is to blame may take to say why."""
+"""How long to wait after a failed transfer for the engine at fault to report why."""
 
 
 class GroupDelivery:
-    """See `Delivery`; what is announced, and what is sent then, is a subclass's.
+    """Base of the deliveries over a process group; subclasses announce and send the buckets.
 
     Args:
-        engines: all engine ranks of the group; none on trainer ranks but the first.
-        limit_s: longest time in which nothing gets on, in seconds.
-        in_step: agrees with the other trainer ranks, where they send, too.
+        engines: all engine ranks of the group on the first trainer rank; none on the others.
+        limit_s: longest time without progress, in seconds.
+        in_step: waits together with the other trainer ranks, if they send, too.
         report: gets the seconds of "load", and of "pack" or "send".
     """
 
@@ -53,10 +52,8 @@ class GroupDelivery:
         self._travelling: deque[tuple[int, Transfer]] = deque()
 
     def _wait(self, num_receiving: int) -> bool:
-        """Wait until all engines receive so many buckets, and there is room for one more transfer.
-
-        Returns:
-            False if another rank has failed.
+        """Wait until all engines receive this many buckets and another transfer may begin; False if
+        another rank has failed.
         """
         deadline = time.monotonic() + self._limit_s
 
@@ -83,7 +80,9 @@ class GroupDelivery:
         raise BroadcastError(f"bucket {self._travelling[0][0]} was not sent: nothing {within}")
 
     def _has_room(self) -> bool:
-        """True if one more may travel; an engine that makes a transfer fail may say why."""
+        """True if another transfer may begin. If one has failed, raises the engine's reason for it,
+        if it comes, else the transfer's error.
+        """
         while self._travelling:
             index, transfer = self._travelling[0]
             try:
@@ -103,7 +102,7 @@ class GroupDelivery:
 
 
 class BroadcastDelivery(GroupDelivery):
-    """One rank, which is the group's rank 0, broadcasts its packed buckets to all engines.
+    """The group's rank 0 broadcasts its packed buckets to all engines.
 
     Args:
         group: torch's process group.
@@ -119,7 +118,7 @@ class BroadcastDelivery(GroupDelivery):
         """Announce a bucket, and broadcast it as soon as all engines receive it."""
         index, bucket = ready.index, ready.bucket
         pieces = encode_pieces([BucketPiece(0, 0, 0, ready.nbytes)])
-        each(self._engines, lambda e: e.session.load(index, bucket, pieces, read_only=False))
+        for_each(self._engines, lambda e: e.session.load(index, bucket, pieces, read_only=False))
         with self._report.stage("load"):
             self._wait(index + 1)
         assert ready.storage is not None, "what is broadcast is packed"
@@ -128,13 +127,13 @@ class BroadcastDelivery(GroupDelivery):
         return True
 
     def make_room(self) -> None:
-        """Wait until the bucket has been sent that lies where the next one is packed."""
+        """Wait until the buffer that the next bucket is packed into has been sent."""
         with self._report.stage("send"):
             self._wait(0)
 
 
 def _alone(step: Callable[[], bool]) -> bool:
-    """A step that no other rank takes, until it was True."""
+    """Repeat a step until it returns True; the `InStep` of a single rank."""
     while not step():
         pass
     return True

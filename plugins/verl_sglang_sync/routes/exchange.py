@@ -1,8 +1,8 @@
-"""Route "exchange": the ranks send each other's engines what those read, into staging buffers.
+"""Route "exchange": trainer ranks send each other the parts of their shards that engines read.
 
-See `shard_route`; the readers are the ranks' own engines, which map the staging buffers and find
-each bucket in what has come (`exchange_plan.received`). Each bucket is a collective of
-torch's default group, so a rank that has failed still takes part in the buckets that are left.
+See `shard_route`. Each rank receives the part that its own engine reads into staging buffers, which
+the engine maps (`exchange_plan.received`). Buckets are collectives of torch's default group, so a
+rank that has failed still takes part in those of all other buckets.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from sglang_loader.common.copies import gather_reads
 from sglang_loader.common.layout import BucketLayout
-from sglang_loader.common.regions.arrangement import Arrangement, end_of
+from sglang_loader.common.regions.arrangement import Arrangement, arranged_nbytes
 from sglang_loader.common.session.messages import encode_pieces
 from verl_sglang_sync.collective import own_rank, result_or_reason, world_size
 from verl_sglang_sync.report import SyncReport
@@ -38,7 +38,7 @@ from verl_sglang_sync.sources.export import NamedTensor
 logger = logging.getLogger(__name__)
 
 PIECES_PER_BUCKET = 4
-"""A rank sends this part of a bucket at a time: the scratch, for two pieces, is half a bucket."""
+"""A rank sends this part of a bucket at a time, so that scratch for two is half a bucket."""
 
 
 class Exchange(ShardRoute):
@@ -77,8 +77,8 @@ class Exchange(ShardRoute):
 
 
 class Receiving:
-    """The buckets that are received in one sync, in their order, into the staging buffers; each is
-    collective, once the plan's all-to-all has begun.
+    """Receives the buckets of one sync in order into the staging buffers; each is collective. The
+    plan's all-to-all must have begun.
     """
 
     def __init__(self, plan: ShardPlan, found: Sequence[Received], ring: StagingRing) -> None:
@@ -89,15 +89,15 @@ class Receiving:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of staging buffers and scratch that are held."""
+        """Size of the staging buffers and the scratch in bytes."""
         return self._ring.nbytes + self._moves.nbytes
 
     def receive(self) -> torch.UntypedStorage:
-        """Receive the next bucket; the storage in which it lies.
+        """Receive the next bucket; returns its storage.
 
         Raises:
-            Exception: the first that went wrong; what this rank could send the others have all the
-                same.
+            Exception: the first error; this rank takes part in all collectives of the bucket before
+                it is raised.
         """
         index, self._num_received = self._num_received, self._num_received + 1
         buffer, sizes = self._ring.buffer(index), self._found[index].sizes
@@ -125,8 +125,8 @@ class Receiving:
         return self._ring.written(index)
 
     def drain(self) -> None:
-        """Receive what is left, once the ranks have begun, whatever happens: the others wait for
-        what this one sends.
+        """Take part in the remaining collectives, if they have begun, whatever happens: the other
+        ranks wait for what this one sends.
         """
         while 0 < self._num_received < len(self._found):
             try:
@@ -135,9 +135,9 @@ class Receiving:
                 logger.warning("what other ranks wait for could not be sent", exc_info=True)
 
     def arranged(self, index: int, arrangement: Arrangement) -> torch.Tensor:
-        """What has come of a bucket, as one buffer; zero where nothing is read."""
+        """The arranged buffer of a received bucket; zero where nothing is read."""
         memory = self._ring.buffer(index)
-        whole = torch.zeros(end_of(arrangement), dtype=torch.uint8, device=memory.device)
+        whole = torch.zeros(arranged_nbytes(arrangement), dtype=torch.uint8, device=memory.device)
         for piece in self._found[index].pieces:
             dims = piece.dims or ((piece.nbytes, 1),)
             sizes, strides = zip(*dims, strict=True)
@@ -148,11 +148,11 @@ class Receiving:
 
 @dataclass(eq=False)
 class ExchangedBuckets(SyncSource):
-    """The buckets of one sync, received from all ranks. The engines must hold the arrangements that
-    the plan is for.
+    """The buckets of one sync, received from all ranks, for engines that hold the arrangements of
+    the plan.
 
     Args:
-        pieces_in: where a bucket's bytes are, given its number and its buffer's slot in a session.
+        pieces_in: returns the encoded pieces of a bucket, given its number and its buffer's slot.
     """
 
     _plan: ShardPlan
@@ -177,7 +177,7 @@ class ExchangedBuckets(SyncSource):
                 storage=storage,
                 pieces=partial(self._pieces_in, index),
                 arranged=plan.is_arranged(own_rank(), index),
-                nbytes=end_of(plan.reads[index][own_rank()]),
+                nbytes=arranged_nbytes(plan.reads[index][own_rank()]),
             )
 
     def drain(self) -> None:
@@ -187,7 +187,7 @@ class ExchangedBuckets(SyncSource):
 def _difference(
     plan: ShardPlan, receiving: Receiving, index: int, tensors: Sequence[torch.Tensor] | None
 ) -> str | None:
-    """Exchange a bucket; what differs from its exported tensors, if they came."""
+    """Exchange a bucket, and compare it with its exported tensors, if any; the first difference."""
     _, reason = result_or_reason(receiving.receive)
     if reason is not None or tensors is None:
         return reason
@@ -200,7 +200,7 @@ def _difference(
 def _first_difference(
     expected: torch.Tensor, found: torch.Tensor, arrangement: Arrangement, layout: BucketLayout
 ) -> str | None:
-    """The first tensor of which bytes differ; None if none does."""
+    """The first tensor that differs, in words, or None."""
     if torch.equal(expected, found):
         return None
     at = int((expected != found).nonzero()[0])

@@ -14,8 +14,8 @@ from verl_sglang_sync.routes.route import ReadyBucket
 
 @dataclass(eq=False)
 class MappedDelivery:
-    """See `Delivery`: engines map the staging buffers, in which buckets take turns. A colocated
-    rank has one engine rank; one that only takes part in the export's collectives has none.
+    """Delivery through staging buffers that engines map, and that buckets use one after the other.
+    A colocated rank has one engine rank; one that only takes part in the export has none.
     """
 
     _engines: Sequence[EngineRank]
@@ -24,7 +24,7 @@ class MappedDelivery:
     _num_packed: int = field(default=0, init=False)
 
     def deliver(self, ready: ReadyBucket) -> bool:
-        """See `Delivery`; a staging buffer that an engine does not know is mapped."""
+        """See `Delivery`; a buffer that an engine has not mapped is sent with the bucket."""
         self._num_packed += 1
         for session in (engine.session for engine in self._engines):
             assert ready.storage is not None, "a rank with an engine packs"

@@ -1,4 +1,4 @@
-"""Staging buffers of a session: buckets take turns in them, each packed by a few fused copies."""
+"""Staging buffers: buckets are packed into them one after the other, by a few fused copies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LARGE_BYTES = 8 << 20
 """One `copy_` moves 1.85 TB/s on an H200, `_foreach_copy_` 1.46 (`copy_kernels` of the results)."""
 
 MAPPABLE_BYTES = 1
-"""A bucket of empty tensors has a buffer, too: no memory at all cannot be mapped."""
+"""Least size of a buffer, also for a bucket of empty tensors: no memory cannot be mapped."""
 
 _Groups = list[tuple[list[int], list[torch.Tensor]]]
 
@@ -23,13 +23,13 @@ _Groups = list[tuple[list[int], list[torch.Tensor]]]
 class StagingRing:
     """`num_buffers` flat staging buffers, kept from sync to sync or freed in between.
 
-    Allocated by torch's ordinary allocator, never inside a torch_memory_saver region. On a GPU they
-    must not lie in an expandable segment (no IPC handle could be exported): verl switches those off
+    They are allocated by torch's ordinary allocator, never inside a torch_memory_saver region. On a
+    GPU they must not lie in an expandable segment, which has no IPC handle: verl switches those off
     around a sync. On a CPU they are shared memory.
 
     Args:
-        num_buffers: with two, a bucket is packed while the engine loads the one before.
-        bucket_bytes: size of a buffer while the largest bucket is not known.
+        num_buffers: with two, a bucket is packed while the engine loads the last one.
+        bucket_bytes: size of a buffer as long as the largest bucket is not known.
     """
 
     def __init__(self, device: torch.device, *, num_buffers: int, bucket_bytes: int) -> None:
@@ -40,17 +40,17 @@ class StagingRing:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held at present."""
+        """Size of the buffers at present."""
         return sum(buffer.numel() for buffer in self._buffers)
 
     def prepare(self, sizes: Sequence[int]) -> None:
-        """Make every buffer fit the buckets that are expected in it; `sizes` are their bytes."""
+        """Make every buffer large enough for its buckets, given the bytes of all buckets."""
         num = len(self._buffers)
         for slot in range(min(num, len(sizes))):
             self._reserve(slot, max(MAPPABLE_BYTES, *sizes[slot::num]))
 
     def pack(self, batch: Batch) -> torch.UntypedStorage:
-        """Copy a bucket into its buffer, wait for it, and return the buffer's storage."""
+        """Copy a bucket into its buffer, wait for that, and return the buffer's storage."""
         slot, bucket = batch.index % len(self._buffers), batch.bucket
         nbytes = bucket.layout.nbytes
         needed = max(nbytes, MAPPABLE_BYTES)
@@ -71,21 +71,21 @@ class StagingRing:
         return self.written(batch.index)
 
     def buffer(self, index: int) -> torch.Tensor:
-        """The buffer of a bucket; flat uint8, as long as `prepare` has made it."""
+        """The buffer of a bucket: flat uint8, of the size that `prepare` has made."""
         return self._buffers[index % len(self._buffers)]
 
     def written(self, index: int) -> torch.UntypedStorage:
-        """The storage of a bucket's buffer, once all that the current stream was given is there."""
+        """The storage of a bucket's buffer, after the current stream's work is done."""
         synchronize(self._device)
         return self.buffer(index).untyped_storage()
 
     def free(self) -> None:
-        """Give the memory back; the engine must have let go of it."""
+        """Free the buffers, which engines must have unmapped."""
         self._views.clear()
         self._buffers = [self._empty(0) for _ in self._buffers]
 
     def _reserve(self, slot: int, nbytes: int) -> None:
-        """Make a buffer at least so long; what is in it is lost when it grows."""
+        """Make a buffer at least this large; its content is lost if it grows."""
         if nbytes > self._buffers[slot].numel():
             self._views = {key: v for key, v in self._views.items() if key[1] != slot}
             self._buffers[slot] = self._empty(0)  # free before growing
@@ -97,7 +97,9 @@ class StagingRing:
 
 
 def _grouped_views(layout: BucketLayout, flat: torch.Tensor) -> _Groups:
-    """Views of the buffer by dtype, which the fused copy takes one at a time; large ones alone."""
+    """Positions and views of a bucket's tensors in groups, each for one fused copy: by dtype, and
+    large tensors alone.
+    """
     by_dtype: dict[object, tuple[list[int], list[torch.Tensor]]] = {}
     for i, (_, view) in enumerate(layout.views(flat)):
         if view.numel():

@@ -1,1 +1,1 @@
-"""Where bytes come from: the export, and the parameters behind it."""
+"""Sources of the bytes: the export, and the parameters that it is made from."""

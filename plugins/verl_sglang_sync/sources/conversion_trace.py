@@ -3,15 +3,15 @@
     conversion = Conversion("0.decoder.layers.0.mlp.linear_fc1.weight", parameter, convert)
     traced = trace_conversions([conversion, ...], rank=0, world_size=8, device=device)
 
-`convert` gathers a parameter from other ranks and makes exported tensors of it. It is run on codes
-in the parameter's place: integers that name a rank and an element. Collectives are answered here,
-so no rank waits for another: what another rank of the group would send is what this one has, moved
-to that rank. What comes out names the rank and the element of every exported element.
+`convert` gathers a parameter from other ranks and makes exported tensors from it. Here it is run on
+codes instead of the parameter: integers that encode a rank and an element. Collectives are answered
+without communication, so no rank waits for another: another rank's shard has this rank's codes with
+the other rank's number. The output then tells the rank and element of every exported element.
 
-Arithmetic cannot hide: `convert` is run a second time on scrambled codes, and must give the same
-elements, scrambled; unless a parameter of the same kind gave the same codes before, as those of
-other layers and experts do. What the ranks trace is merged (`merged_traces`) and then proven, bit
-for bit, against the real export: no knowledge of Megatron's layout of ranks is trusted here.
+To detect arithmetic, `convert` is run again on scrambled codes, and must return the same elements,
+scrambled; not if a parameter of the same kind, as of another layer or expert, gave the same codes
+before. The ranks' traces are merged (`merged_traces`) and then proven, bit for bit, against the
+real export, so nothing depends on assumptions about Megatron's layout of ranks.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from verl_sglang_sync.sources.export_trace import (
 from verl_sglang_sync.sources.transfer_plan import Origin, Owners
 
 FACTOR, MASK = 0x2545F4914F6CDD1D, 0x1B873593CC9E2D51
-"""Of the scrambled codes, modulo the integers' range; the factor is odd, so it has an inverse."""
+"""Scramble codes, modulo the integers' range; the factor is odd, so it has an inverse."""
 
 CHUNK = 1 << 24
-"""Elements looked at in one step: what is needed besides the codes themselves is as large."""
+"""Elements processed in one step, which bounds the memory beside the codes themselves."""
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What an export makes of one parameter.
+    """How an export converts one parameter.
 
     Attributes:
-        source: its name among the sources, the same on all ranks that hold a part.
-        kind: equal for parameters that are converted by the same code, such as those of all layers.
-        convert: `(name, tensor)` of whatever is given in the parameter's place.
+        source: its name among the sources, the same on all ranks that hold a part of it.
+        kind: equal for parameters that are converted by the same code, as in all layers.
+        convert: exports `(name, tensor)` from a tensor that is given instead of the parameter.
     """
 
     source: str
@@ -63,10 +63,10 @@ class Conversion:
 def trace_conversions(
     conversions: Iterable[Conversion], *, rank: int, world_size: int, device: torch.device
 ) -> TracedExport:
-    """What this rank knows of the export, of which it gives the conversions of all its parameters.
+    """Trace the part of the export that is made from this rank's parameters.
 
     Raises:
-        NotTraceable: a tensor is computed, or is no strided set of the shards' bytes.
+        NotTraceable: a tensor is computed, or is not a strided set of the shards' bytes.
     """
     numbers: dict[TracedParameter, int] = {}
     tensors: dict[str, TracedTensor] = {}
@@ -99,14 +99,14 @@ def trace_conversions(
 
 @dataclass(frozen=True)
 class _Example:
-    """What a parameter became, as `_fingerprints`, and what was found out of that."""
+    """Fingerprints of a converted parameter's tensors, and the origins found for them."""
 
     seen: list[object]
     origins: list[tuple[Owners, ByteMap]]
 
 
 def _fingerprints(converted: Sequence[NamedTensor]) -> list[object]:
-    """Equal for the same codes, whatever the names of the tensors."""
+    """Equal for tensors with equal codes, whatever their names."""
     tensors = [tensor.contiguous() for _, tensor in converted]
     if not tensors:
         return []
@@ -139,7 +139,7 @@ def _answered(conversion: Conversion, codes: _Codes, *, is_scrambled: bool) -> l
 
 
 class _Codes:
-    """Integers that name the elements of a parameter's shards: `rank * numel + element`."""
+    """Integers that encode the elements of a parameter's shards: `rank * numel + element`."""
 
     def __init__(self, parameter: torch.Tensor, rank: int, world_size: int) -> None:
         self._numel, self._itemsize = parameter.numel(), parameter.element_size()
@@ -165,7 +165,7 @@ class _Codes:
         return self.scramble(moved) if is_scrambled else moved
 
     def read(self, tensor: torch.Tensor, scrambled: torch.Tensor) -> tuple[Owners, ByteMap]:
-        """Where a converted tensor's elements come from; `scrambled` has the scrambled codes."""
+        """The owners and bytes of a converted tensor; `scrambled`: from the scrambled codes."""
         if tensor.dtype != self.dtype or scrambled.dtype != self.dtype:
             raise NotTraceable(f"is converted to another dtype, or computed: {tensor.dtype}")
         if tensor.shape != scrambled.shape:
@@ -192,13 +192,13 @@ class _Codes:
         return owners, ByteMap.of(_strided(places, self._itemsize))
 
     def _wrapped(self, number: int) -> int:
-        """A number modulo the integers' range, as signed."""
+        """A number modulo the integers' range, as a signed integer."""
         number &= (1 << self._bits) - 1
         return number - (1 << self._bits if number >> (self._bits - 1) else 0)
 
 
 class _Answers(TracingMode):
-    """Answers collectives of codes: no rank sends anything."""
+    """Computes the results of collectives of codes, without communication."""
 
     def __init__(self, codes: _Codes, *, is_scrambled: bool) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ class _Answers(TracingMode):
 
 
 def _strided(places: torch.Tensor, itemsize: int) -> Region:
-    """The strided set of elements that these are, in this order; raises if they are none."""
+    """The region of elements at these places, in this order; raises if it is not strided."""
     dims: list[tuple[int, int]] = []
     first, rest = (int(places[0]) if places.numel() else 0), places
     while rest.numel() > 1:
@@ -260,7 +260,7 @@ def _strided(places: torch.Tensor, itemsize: int) -> Region:
 
 
 def _run_length(places: torch.Tensor, step: int) -> int:
-    """How many of the first elements are a step apart."""
+    """Number of leading elements that are `step` apart."""
     for chunk in _chunks(places.numel() - 1):
         apart = places[chunk.start + 1 : chunk.stop + 1] - places[chunk]
         if len(breaks := (apart != step).nonzero()):

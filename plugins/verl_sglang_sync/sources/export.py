@@ -1,13 +1,12 @@
-"""The trainer's export: a generator of `(name, full tensor)`, and what can be wrong with it.
+"""The trainer's export: an iterable of `(name, full tensor)`.
 
-verl hands the rollout one generator. But the call that made it can be made again, and a `Reexport`
-makes it each time that it is iterated over, to repeat a sync, or to trace it:
+verl gives the rollout one generator. A `Reexport` repeats the call that made it each time that it
+is iterated over, to repeat a sync or to trace the export:
 
     for name, tensor in export: ...        # the weights; collective over all ranks
     for name, tensor in export: ...        # again, or traced without data
 
-Whether something can be started again is Python's own question: an iterator cannot, an iterable
-that is none (a list, a `Reexport`) can.
+An iterator cannot be repeated; another iterable (a list, a `Reexport`) can.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from sglang_loader.common.digest import tensor_digest
 NamedTensor = tuple[str, torch.Tensor]
 
 AdapterExport: TypeAlias = Callable[[], tuple[Iterable[NamedTensor], dict[str, Any]]]
-"""Makes the export of a LoRA adapter, and its configuration, as PEFT has it."""
+"""Returns the export of a LoRA adapter, and its configuration, with PEFT's names."""
 
 EMBEDDING = "embed_tokens.weight"
-"""How the name of an embedding ends that mbridge may export twice."""
+"""Suffix of the name of an embedding, which mbridge may export twice."""
 
 
 class TensorsDiffer(ValueError):
@@ -35,31 +34,30 @@ class TensorsDiffer(ValueError):
 
 
 class Export:
-    """The trainer's generator, with its failures told apart from the packer's.
+    """The trainer's export for one sync; `failed`: the export itself has raised, not its consumer.
 
-    A tied embedding comes once: Megatron's last pipeline stage has a copy of it for the output
-    layer, and mbridge exports that under the embedding's name again. Whatever else comes twice is
-    an error.
+    A tied embedding is returned once: Megatron's last pipeline stage has a copy for the output
+    layer, which mbridge exports under the embedding's name again. Other repetitions are errors.
     """
 
     def __init__(self, weights: Iterable[NamedTensor]) -> None:
-        self._source = chain.from_iterable((weights,))  # begun where its failure is expected
+        self._source = chain.from_iterable((weights,))  # begins at the first tensor
         self._embeddings: dict[str, tuple[torch.Size, torch.Tensor]] = {}
         self.failed = False
         self._stream = self._distinct()
 
-    # A generator: 18,867 tensors a sync cost Python next to nothing there.
+    # A generator is fast enough for 18,867 tensors in a sync.
     def __iter__(self) -> Iterator[NamedTensor]:
         return self._stream
 
     def _distinct(self) -> Iterator[NamedTensor]:
-        is_ours = False  # whose failure it is: the consumer's, or that of the export
+        is_ours = False  # True while the consumer runs
         try:
             for item in self._source:
                 is_ours = True
                 if not (item[0].endswith(EMBEDDING) and self._is_copy(*item)):
                     yield item
-                del item  # the next one is made when this one may be gone
+                del item  # so that its memory can be used for the next one
                 is_ours = False
         except GeneratorExit:
             raise
@@ -68,7 +66,7 @@ class Export:
             raise
 
     def _is_copy(self, name: str, tensor: torch.Tensor) -> bool:
-        """True if the embedding came before; raises if another one did."""
+        """True if the same embedding came before; raises if it had other values."""
         digest = tensor_digest(tensor)
         shape, known = self._embeddings.setdefault(name, (tensor.shape, digest))
         if known is digest or shape != tensor.shape:  # the planner refuses the latter
@@ -81,7 +79,7 @@ class Export:
         return True
 
     def drain(self) -> None:
-        """Run the export to its end: its collectives need every rank, unless it is what broke."""
+        """Run the export to its end, unless it has failed: its collectives need every rank."""
         if self.failed:
             return
         with suppress(Exception):
@@ -93,11 +91,11 @@ class Reexport(Iterable[NamedTensor]):
     """An export that is made anew for every iteration.
 
     Args:
-        again: makes one; collective over the trainer's ranks.
-        first: one that was made already, for the first iteration.
-        sources: the tensors that it reads, by name, as they are now; only where making it changes
-            nothing, and what it yields does not depend on values.
-        adapter: that belongs to these weights; None: there is none, or it is merged into them.
+        again: makes an export; collective over the trainer's ranks.
+        first: an export for the first iteration.
+        sources: returns the tensors that it reads, by name; only given if making an export changes
+            nothing, and names and shapes do not depend on values.
+        adapter: of a LoRA adapter on top of these weights; None: there is none, or it is merged.
     """
 
     def __init__(
@@ -128,7 +126,7 @@ def transformed(
     *,
     computes: bool = False,
 ) -> Iterable[NamedTensor]:
-    """`step(weights)`, repeatable if `weights` is; without its sources if the step computes."""
+    """`step(weights)`, repeatable if `weights` is; without `sources` if the step computes."""
     if not is_repeatable(weights):
         return step(weights)
     sources = None if computes else getattr(weights, "sources", None)

@@ -1,8 +1,8 @@
-"""Memory as other processes map it: a CUDA IPC handle is always that of a whole `cudaMalloc` block.
+"""Blocks of memory as other processes map them: a CUDA IPC handle is of a whole `cudaMalloc` block.
 
-torch cuts blocks into storages; mapping a block once serves every tensor in it. A block stays
-mapped to the right memory for as long as one storage in it lives, so each shared block is named
-after such a storage, and gets a new name when that one is gone.
+torch divides blocks into storages; a block is mapped once for all tensors in it. A block is not
+freed as long as one storage in it lives, so each shared block has a name that is valid as long as
+such a storage, and then gets a new one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sglang_loader.common.shared_memory import BufferHandle, CudaHandle, share_s
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """`nbytes` of memory from `address` on, mapped as one."""
+    """Memory of `nbytes` from `address` on, which is mapped as a whole."""
 
     address: int
     nbytes: int
@@ -31,7 +31,7 @@ class Block:
 
 
 class BlockTable:
-    """The blocks of one device, as they are now."""
+    """The blocks of one device at the time that this is made."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -49,7 +49,7 @@ class BlockTable:
         self._addresses = [block.address for block in self._blocks]
 
     def block_of(self, storage: Block) -> Block | None:
-        """The block in which a storage lies; None if it lies in none."""
+        """The block that contains a storage, or None."""
         if self._device.type == "cpu":  # shared memory: every storage is a file of its own
             return storage
         i = bisect_right(self._addresses, storage.address) - 1
@@ -61,13 +61,13 @@ class BlockTable:
 
 
 class BlockNames:
-    """Names blocks for the sessions of this process: one name for one allocation."""
+    """Names blocks for the sessions of this process, each allocation once."""
 
     def __init__(self) -> None:
         self._names: dict[Block, tuple[str, StorageWeakRef]] = {}
 
     def name_of(self, block: Block, member: torch.UntypedStorage) -> str:
-        """The block's name. A new one is valid while `member` lives, a storage in the block."""
+        """The block's name; a new name is valid as long as `member`, a storage in the block."""
         name, ref = self._names.get(block, ("", None))
         if ref is None or ref.expired():  # a weak reference keeps its identity taken
             self._names = {b: v for b, v in self._names.items() if not v[1].expired()}
@@ -77,8 +77,10 @@ class BlockNames:
 
 
 def share_block(block: Block, member: torch.UntypedStorage) -> BufferHandle:
-    """A handle of a whole block, by way of one storage in it; raises `ValueError` where other
-    processes cannot map the memory, or it is no longer that block.
+    """A handle of a whole block, made from `member`, a storage in it.
+
+    Raises:
+        ValueError: other processes cannot map the memory, or `member` is not in this block.
     """
     handle = share_storage(member)
     if not isinstance(handle, CudaHandle):

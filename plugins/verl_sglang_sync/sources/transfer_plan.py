@@ -1,11 +1,11 @@
 """The transfer plan: for each byte that an engine rank reads, which trainer rank's shard has it.
 
-A parameter is its shards' memory, one behind the other (`Owners`). FSDP2 shards along the first
-dimension: torch's chunks, of which the last may be short or empty. Megatron's shards are the
-parameters of tensor and expert parallel ranks, of which each data parallel rank has a replica.
+A parameter is the concatenation of its shards (`Owners`). FSDP2's shards are torch's chunks along
+the first dimension, of which the last may be short or empty. Megatron's are the parameters of
+tensor and expert parallel ranks, with a replica on each data parallel rank.
 
 An engine rank reads bytes of exported tensors (`Arrangement`), a tensor is bytes of a parameter
-(`Origin`), and a parameter lies in shards on the trainer's ranks. Here the three are composed:
+(`Origin`), and a parameter lies in shards on the trainer's ranks. `shard_reads` composes the three:
 
     for part in shard_reads(arrangement, origins, owners):
         part.holders                    # these ranks hold,
@@ -13,8 +13,8 @@ An engine rank reads bytes of exported tensors (`Arrangement`), a tensor is byte
         part.read.offset                # in its shard, what goes to
         part.read.start                 # this byte of the arranged buffer
 
-Routes "exchange" and "send" send what an engine has said it reads, route "pull" tells the engine
-where a bucket as a whole is (`whole_bucket`). Pure: numbers in, numbers out.
+Routes "exchange" and "send" send the bytes of an engine's arrangement, route "pull" tells it where
+all bytes of a bucket are (`whole_bucket`). Pure: numbers in, numbers out.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ from sglang_loader.common.regions.geometry import split_copy
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Bytes of a parameter (its number in the `TracedExport`), of all its shards put together."""
+    """Bytes of a parameter, counted in its concatenated shards; `parameter`: its number in the
+    `TracedExport`.
+    """
 
     parameter: int
     bytes: ByteMap
@@ -47,12 +49,12 @@ class NotOwned(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Owners:
-    """Who holds a parameter; its dense bytes are cut into shards.
+    """The shards of a parameter, and the ranks that hold them.
 
     Attributes:
-        starts: first byte of every shard that is not empty, ascending.
-        holders: by shard: the ranks that have it, ascending.
-        nbytes: of the parameter.
+        starts: offset of every shard that is not empty, ascending.
+        holders: by shard, the ranks that have it, ascending.
+        nbytes: size of the parameter.
     """
 
     starts: tuple[int, ...]
@@ -63,24 +65,24 @@ class Owners:
         return any(rank in ranks for ranks in self.holders)
 
     def shard_of(self, offset: int) -> int:
-        """Which shard a byte lies in."""
+        """The shard that contains a byte."""
         return bisect_right(self.starts, offset) - 1
 
     def owner_of(self, shard: int, reader: int) -> int:
         return nearest(self.holders[shard], reader)
 
     def range_of(self, shard: int) -> tuple[int, int]:
-        """First byte of a shard, and where it ends."""
+        """Offsets at which a shard begins and ends."""
         last = shard + 1 == len(self.starts)
         return self.starts[shard], self.nbytes if last else self.starts[shard + 1]
 
 
 def nearest(holders: Sequence[int], reader: int) -> int:
-    """Which replica a rank reads: its own, else that of the rank whose number has the longest
-    binary prefix in common with its own.
+    """The holder that a rank reads from: itself, else the one whose number has the longest binary
+    prefix in common with its own.
 
-    Nodes have 2, 4 or 8 ranks that follow each other, so it is one of the reader's node where there
-    is any; replicas elsewhere share the readers.
+    Nodes have 2, 4 or 8 consecutive ranks, so that is a holder on the reader's node, if any; else
+    readers are spread over the holders.
     """
     return min(holders, key=reader.__xor__)
 
@@ -90,7 +92,7 @@ def everyone(nbytes: int, world_size: int) -> Owners:
 
 
 def shards_of_rows(num_rows: int, row_bytes: int, ranks: Sequence[int]) -> Owners:
-    """Torch's chunks of `num_rows` rows over `ranks`, in this order."""
+    """The owners of `num_rows` rows that torch has chunked over `ranks`, in this order."""
     size = -(-num_rows // len(ranks))
     shards = [(i * size, rank) for i, rank in enumerate(ranks) if i * size < num_rows and row_bytes]
     return Owners(
@@ -101,7 +103,9 @@ def shards_of_rows(num_rows: int, row_bytes: int, ranks: Sequence[int]) -> Owner
 
 
 def owners_of(parameter: DTensor, world_size: int) -> Owners:
-    """Who holds a parameter: contiguous, on one line of all ranks, `Shard(0)` or `Replicate()`."""
+    """The owners of a parameter; raises NotOwned unless it is contiguous, on a one-dimensional mesh
+    of all ranks, and placed as `Shard(0)` or `Replicate()`.
+    """
     mesh, local = parameter.device_mesh, parameter.to_local()
     ranks = mesh.mesh.flatten().tolist()
     if mesh.ndim != 1 or sorted(ranks) != list(range(world_size)):
@@ -120,7 +124,7 @@ def owners_of(parameter: DTensor, world_size: int) -> Owners:
 
 
 def _check_own_shard(parameter: DTensor, local: torch.Tensor, owners: Owners) -> None:
-    """Our chunks must be torch's: every rank looks at its own."""
+    """Raise NotOwned unless this rank's shard is where `owners` has it."""
     shape, offset = compute_local_shape_and_global_offset(
         parameter.shape, parameter.device_mesh, parameter.placements
     )
@@ -140,7 +144,9 @@ def _check_own_shard(parameter: DTensor, local: torch.Tensor, owners: Owners) ->
 
 @dataclass(frozen=True, slots=True)
 class ShardRead:
-    """Bytes of one shard, which `holders` have: of parameter `read.tensor`, `read.offset` on."""
+    """Bytes of a shard that `holders` have: `read.tensor` is the parameter, `read.offset` an offset
+    in the shard.
+    """
 
     holders: tuple[int, ...]
     read: Read
@@ -150,7 +156,7 @@ class ShardRead:
 
 
 def whole_bucket(layout: BucketLayout) -> Arrangement:
-    """Of a bucket that is not arranged: all of its tensors, where its layout has them."""
+    """The arrangement of a bucket that comes whole: all tensors, at their offsets in the layout."""
     return tuple(
         Read(i, 0, (), tensor.nbytes, tensor.offset) for i, tensor in enumerate(layout.tensors)
     )
@@ -162,12 +168,12 @@ def shard_reads(
     owners: Sequence[Owners],
     only: int | None = None,
 ) -> Iterator[ShardRead]:
-    """An arrangement's reads, cut where shards end, in their order.
+    """The reads of an arrangement, cut at the ends of shards, in order.
 
     Args:
-        origins: of the bucket's tensors, by position in its layout.
+        origins: by position of a tensor in the bucket's layout.
         owners: by parameter.
-        only: leave out parameters of which this rank holds nothing.
+        only: skip parameters of which this rank holds no shard.
     """
     for read in arrangement:
         if not read.nbytes:

@@ -1,4 +1,4 @@
-"""A LoRA adapter that engines serve unmerged: each sync replaces it, and no weight of the model."""
+"""Syncs of a LoRA adapter that engines serve unmerged: each sync replaces only the adapter."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class AdapterUpdate:
 
 
 class AdapterSync:
-    """Replaces the adapter of engines; lives in every trainer rank, for all its syncs."""
+    """Replaces the adapter of engines. Every trainer rank has one such object for all syncs."""
 
     def __init__(self, group: TrainerGroup) -> None:
         self._group = group
-        self._were_told: set[str] = set()  # engines that may serve an adapter
+        self._were_told: set[str] = set()  # engines that may serve an adapter already
 
     async def sync(
         self,
@@ -46,15 +46,15 @@ class AdapterSync:
         engines: Mapping[str, Engine],
         report: SyncReport,
     ) -> None:
-        """Have engines serve another state of the adapter; collective.
+        """Have engines serve a new state of the adapter; collective.
 
         Args:
-            collect: goes through the export, which is collective over the trainer's ranks.
-            engines: those that this rank talks to, if any; by a name that changes with a restart.
+            collect: reads the export, which is collective over the trainer's ranks.
+            engines: this rank's engines, if any, by a name that changes with a restart.
 
         Raises:
-            WeightSyncError: on every rank, if any rank failed; each engine then serves this state,
-                that before, or none.
+            WeightSyncError: on every rank, if any rank failed; each engine then serves the new
+                state, the old one, or no adapter.
         """
         with report.stage("export"):
             adapter, reason = result_or_reason(collect)
@@ -76,10 +76,10 @@ class AdapterSync:
 
 
 async def _on_each(engines: Iterable[Engine], call: Call, report: SyncReport, stage: str) -> None:
-    """Raises the first failure, once all have answered.
+    """Send a request to all engines; raises the first failure when all have answered.
 
-    An engine that serves no adapter refuses to unload it; one that does serve it, and failed to
-    unload it, refuses the next one.
+    Failures to unload are only logged: an engine without an adapter refuses that, and one that
+    still serves an adapter refuses to load the next one.
     """
 
     with report.stage(stage):

@@ -3,12 +3,12 @@
     opened = engines.open(stack, ranks, task)   # collective
     opened.engines                      # this rank's sessions: one, or many, or none
     opened.delivery.deliver(bucket)
-    engines.abandon()                   # a sync has failed: give up what the next must not use
+    engines.abandon()                   # a sync has failed: drop what the next must not use
 
 `ColocatedEngine`: every trainer rank has a session with the engine rank on its own device, which
 maps its staging buffers. `RemoteEngines` (disaggregated): the first trainer rank has the sessions
-of all engine ranks. It broadcasts to them; or some map the ranks' parameters, and all trainer ranks
-send to the others.
+with all engine ranks. It broadcasts to them; or some of them map the trainer ranks' parameters, and
+all trainer ranks send to the others.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from verl_sglang_sync.sync.ranks_in_step import RanksInStep
 
 @dataclass(frozen=True, kw_only=True)
 class SyncTask:
-    """What one sync is to do, see `SessionTransport.sync`."""
+    """The arguments of one sync, see `SessionTransport.sync`."""
 
     weights: Iterable[NamedTensor]
     version: str | None
@@ -54,7 +54,7 @@ class ColocatedEngine:
     """The engine rank on this trainer rank's device.
 
     Args:
-        engine: the replica's server on its leader, None on the other ranks.
+        engine: the replica's server on its leader; None on the other ranks.
     """
 
     def __init__(
@@ -71,31 +71,33 @@ class ColocatedEngine:
         self._names = BlockNames()
 
     def open(self, stack: ExitStack, ranks: RanksInStep, task: SyncTask) -> Opened:
-        """Make a session; the leader posts the invitations of all its ranks."""
+        """Make this rank's session; the replica's leader sends the descriptors of all its ranks."""
         settings, request = self._settings, OpeningRequest(self._engine, task.version)
         session = ranks.run_if_ok(
             lambda: stack.enter_context(TrainerSession(self.sockets, settings, self._names))
         )
-        gathered = self._group.gather(b"" if session is None else session.invitation)
+        gathered = self._group.gather(b"" if session is None else session.descriptor)
         if gathered is not None and all(gathered):
             ranks.run_if_ok(lambda: request.post(gathered))
         engines = () if session is None else (EngineRank("", session, request, self.readers[0]),)
         return Opened(engines, MappedDelivery(engines, settings, task.report))
 
     def abandon(self) -> None:
-        """Nothing is left."""
+        """Do nothing: no state is kept between syncs."""
 
 
 class RemoteEngines:
     """The engine ranks of all replicas, on other devices.
 
     Args:
-        groups: of the trainer's first rank; None on the others, which have no sessions.
-        senders: of all trainer ranks, which may send, too, where `may_send` says so, to replicas
-            that do not read in place.
+        groups: forms groups with the trainer's first rank; None on the others, which have no
+            sessions.
+        senders: forms groups with all trainer ranks, which send in them to replicas that do not
+            read in place.
+        may_send: whether they do so in the next sync.
 
     Attributes:
-        readers: what the engine ranks have said that they read, on the first rank; new ones for
+        readers: on the first rank, the arrangements of all engine ranks; new objects if these are
             other engine ranks.
     """
 
@@ -108,16 +110,16 @@ class RemoteEngines:
     ) -> None:
         remove_orphans()  # as a session's trainer does when it makes a folder of its own
         self.readers: Sequence[EngineArrangements] = ()
-        self._sending: UpdateGroup | None = None  # in the last sync in which all ranks may send
-        self._sockets: list[SessionSockets] = []  # of the same engine ranks
-        self._readers_group = ""  # name of the group that they are in
+        self._sending: UpdateGroup | None = None  # of the last sync in which all ranks might send
+        self._sockets: list[SessionSockets] = []  # as `readers`, by engine rank
+        self._readers_group = ""  # name of the group of these engine ranks
         self._groups = groups
         self._senders = senders
         self._may_send = may_send
         self._settings = settings
 
     def open(self, stack: ExitStack, ranks: RanksInStep, task: SyncTask) -> Opened:
-        """Make all sessions; groups are formed first, unless they are those of the last sync."""
+        """Make all sessions; form the groups before, unless those of the last sync can be used."""
         settings, groups = self._settings, self._groups
         engines: list[EngineRank] = []
         group: UpdateGroup | None = None
@@ -136,16 +138,16 @@ class RemoteEngines:
 
     @property
     def sending_group(self) -> Any:
-        """Torch's process group in which all trainer ranks send, in a sync in which they do."""
+        """Torch's process group in which all trainer ranks send in this sync."""
         assert self._sending is not None, "formed before the sessions were opened"
         return self._sending.process_group
 
     def _formed(self, groups: UpdateGroups, replicas: Sequence[Replica]) -> UpdateGroup:
         group = groups.with_replicas(replicas)
         if group.name != self._readers_group:
-            self._senders.abandon()  # of other engine ranks, which are told with the next
-            groups.left += self._senders.left
-            self._senders.left = []
+            self._senders.abandon()  # its engine ranks leave when the next is formed
+            groups.abandoned += self._senders.abandoned
+            self._senders.abandoned = []
             is_wanted, self._readers_group = self._settings.exchange_shards, group.name
             self.readers = [
                 EngineArrangements(is_wanted=is_wanted, replica=number)
@@ -156,8 +158,8 @@ class RemoteEngines:
         return group
 
     def _formed_to_send(self, group: UpdateGroup | None) -> UpdateGroup:
-        """That of all trainer ranks and the replicas that are sent to; collective. `group`: of the
-        first rank and all replicas, may be the same; None: it has failed, or this is another rank.
+        """The group of all trainer ranks and the replicas that do not read in place; collective.
+        `group`: of the first rank and all replicas; None: it has failed, or this is another rank.
         """
         if group is None:
             return self._senders.with_replicas(None)
@@ -174,13 +176,13 @@ class RemoteEngines:
         version: str | None,
         engines: list[EngineRank],
     ) -> None:
-        """Ask every replica for a session with each of its engine ranks, which then serve nobody
-        else; `engines` gets those that may have been asked.
+        """Request a session with each engine rank of every replica, which stop serving until it
+        ends. Engine ranks are added to `engines` before their replica's request is sent.
         """
         ends = iter(zip(self._sockets, self.readers, strict=True))
         for replica in group.replicas:
             request = OpeningRequest(replica.client, version)
-            invitations = []
+            descriptors = []
             for rank in range(replica.num_ranks):
                 sockets, arrangements = next(ends)
                 session = TrainerSession(
@@ -192,12 +194,12 @@ class RemoteEngines:
                     secret=group.secret,
                 )
                 stack.enter_context(session)
-                invitations.append(session.invitation)
+                descriptors.append(session.descriptor)
                 name = f"{replica.base_url}, TP rank {rank}"
                 engines.append(EngineRank(name, session, request, arrangements))
-            request.post(invitations)
+            request.post(descriptors)
 
     def abandon(self) -> None:
-        """A collective may be outstanding in a group."""
+        """Leave all groups: a collective may be outstanding in them."""
         for groups in filter(None, (self._senders, self._groups)):
             groups.abandon()

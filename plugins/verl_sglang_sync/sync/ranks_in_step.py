@@ -1,4 +1,4 @@
-"""What the trainer ranks of one sync agree on."""
+"""The outcome of one sync so far, on which all trainer ranks agree."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ MAY_SERVE = "the engine may serve the new weights already"
 
 
 class RanksInStep:
-    """This rank's success so far, and what all ranks agreed on.
+    """Runs the steps of one rank, and keeps its failure and the error that all ranks agreed on.
 
     Attributes:
-        error: the message that all ranks raise; None while all is well.
-        cause: what went wrong first on this rank.
-        may_be_served: this rank has told its engine to publish, and not heard that it does not.
-        num_buckets: sent by this rank in this sync.
-        num_tensors: likewise.
+        error: the message that all ranks will raise, or None.
+        cause: the first exception on this rank, or None.
+        may_be_served: this rank has told its engine to publish, which has not refused.
+        num_buckets: number of buckets that this rank has sent.
+        num_tensors: number of their tensors.
     """
 
     def __init__(self, group: TrainerGroup) -> None:
@@ -49,14 +49,14 @@ class RanksInStep:
         return self.error is not None or self._failure is not None
 
     def run_if_ok(self, step: Callable[[], Result]) -> Result | None:
-        """Run a step unless a rank has failed; keep the traceback if it fails now."""
+        """Run a step unless a rank has failed; if it raises, keep the traceback and return None."""
         return None if self.has_failed else self.run_always(step)
 
     def run_always(self, step: Callable[[], Result]) -> Result | None:
-        """As `run_if_ok`, but also after a failure: others wait in the step's collectives.
+        """Like `run_if_ok`, but also after a failure: for steps with collectives.
 
         Raises:
-            RankLost: one of those collectives has lost a rank, and the others leave, too.
+            RankLost: a rank is lost in one of them; all ranks leave.
         """
         try:
             return step()
@@ -69,9 +69,8 @@ class RanksInStep:
             return None
 
     def repeat_until_all(self, step: Callable[[], bool]) -> bool:
-        """Repeat a step, all ranks in step, until it was True on every rank; False after a failure.
-
-        A rank whose step was True takes it again while others wait; it must not wait itself then.
+        """Repeat a step until it returns True on all ranks at once; False after a failure. A rank
+        agrees with the others after each time, so the step must not wait long.
         """
         is_done = False
         while self.error is None:
@@ -81,19 +80,18 @@ class RanksInStep:
         return False
 
     def count(self, bucket: Bucket) -> None:
-        """Count a bucket into what the ranks compare."""
+        """Count a sent bucket, and add it to the checksum that ranks compare."""
         self.num_buckets += 1
         self.num_tensors += len(bucket.layout.tensors)
         self._checksum = zlib.crc32(bucket.digest.encode(), self._checksum)
 
     def agree(self, *, is_ready: bool = True, learnt_since: str | None = None) -> bool:
-        """Exchange outcomes and checksums with all ranks; False if the sync cannot go on.
-
-        Nobody is asked any more once a rank is lost: the others have left, too.
+        """Exchange outcomes and checksums with all ranks; False if the sync cannot go on. Once a
+        rank is lost it does nothing: the others have left, too.
 
         Args:
-            is_ready: False: this rank still waits for its engine; then all ranks must ask again.
-            learnt_since: once the ranks have agreed on an error: what more is to be told of it.
+            is_ready: False: this rank still waits for its engine; then all ranks must agree again.
+            learnt_since: details to add to the error that ranks have agreed on.
         """
         if self._is_rank_lost:
             return False
@@ -115,15 +113,15 @@ class RanksInStep:
             reasons = "\n".join(result.failures)
             state = MAY_SERVE if self.may_be_served else MAY_BE_INCOMPLETE
             self.error = f"weight sync failed; {state}\n{reasons}"
-        elif result.other_exports is not None:
-            self.error = f"weight sync failed: {result.other_exports}"
+        elif result.export_difference is not None:
+            self.error = f"weight sync failed: {result.export_difference}"
         return self.error is None and result.is_ready
 
     def raise_error(self) -> None:
-        """Raise what all ranks agreed went wrong, if anything did.
+        """Raise the error that all ranks agreed on, if any.
 
         Raises:
-            WeightSyncError: on every rank; `RankLost` where one of them did not answer.
+            WeightSyncError: on every rank; `RankLost` if one of them did not answer.
         """
         if self.error is not None:
             raise (RankLost if self._is_rank_lost else WeightSyncError)(self.error)

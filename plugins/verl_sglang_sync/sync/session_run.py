@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from sglang_loader.common.session.messages import Loaded, SessionError
 from verl_sglang_sync.collective import STEP_S
 from verl_sglang_sync.config import WeightSyncConfig
-from verl_sglang_sync.engine.engine_ranks import EngineRank, OpeningRequest, each, wait_for
+from verl_sglang_sync.engine.engine_ranks import EngineRank, OpeningRequest, for_each, wait_for
 from verl_sglang_sync.engine.session import EngineFailed
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.route import SyncSource
@@ -108,7 +108,7 @@ class SessionRun:
                 engine.session.finish(
                     num_buckets=ranks.num_buckets,
                     num_tensors=ranks.num_tensors,
-                    arrangements=engine.arrangements.known_digest if asks_for_reads else None,
+                    arrangements=engine.arrangements.held_digest if asks_for_reads else None,
                 )
         limit_s = self._settings.request_timeout_s
         with self._report.stage("load"):
@@ -122,8 +122,8 @@ class SessionRun:
         self.ranks.may_be_served = True
         try:
             with self._report.stage("publish"):
-                each(self.engines, lambda e: e.session.commit(e.request.check_refused))
-                each(self.engines, lambda e: e.session.wait_until_published())
+                for_each(self.engines, lambda e: e.session.commit(e.request.check_refused))
+                for_each(self.engines, lambda e: e.session.wait_until_published())
         except EngineFailed:  # its TP ranks have agreed to publish nothing
             self.ranks.may_be_served = len(self.requests) > 1
             raise

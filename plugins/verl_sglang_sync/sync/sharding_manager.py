@@ -1,12 +1,12 @@
-"""The sharding manager: owns the stages in which an engine wakes, is updated, and sleeps.
+"""The sharding manager: runs the stages in which an engine wakes up, is synced, and sleeps.
 
     manager = SGLangShardingManager(engine=client, settings=cfg, group=group, device=gpu, export=f)
     with manager:          # resume weights -> sync -> trainer frees -> barrier -> resume kv_cache
         generate(...)
                            # on leaving: release kv_cache and weights
 
-Our rollout for verl drives the same object step by step (`resume`, `sync`, `release`), because
-there the trainer's worker frees its own memory between the sync and the KV cache.
+Our rollout for verl calls `resume`, `sync` and `release` instead, because verl's worker frees its
+own memory between the sync and the KV cache.
 """
 
 from __future__ import annotations
@@ -31,22 +31,21 @@ from verl_sglang_sync.sync.transport import colocated_transport
 
 
 class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
-    """Wakes, updates and puts to sleep the engine of one rollout replica.
+    """Wakes up, syncs and puts to sleep the engine of one rollout replica.
 
-    Lives in every trainer process; only the replica's leader has an engine to talk to, the other
-    ranks take part in the sync's collectives.
+    Every trainer process has one; only the replica's leader calls the engine, the other ranks take
+    part in the collectives.
 
     Args:
-        engine: the replica's server on its leader, None on the other ranks.
-        device: of the engine's weights on this rank.
-        export: for the context manager: returns the trainer's `(name, full tensor)` generator, a
-            new one at each call.
-        free_trainer: for the context manager: frees what the trainer does not need while the
+        engine: the replica's server on its leader; None on the other ranks.
+        device: device of the engine's weights on this rank.
+        export: for the context manager: returns a new generator of `(name, full tensor)`.
+        free_trainer: for the context manager: frees memory that the trainer does not need while the
             engine generates.
         barrier: for the context manager: waits for all trainer ranks.
 
     Attributes:
-        report: accounting of the wake-up in progress; a new one starts when it is published.
+        report: of the wake-up in progress; replaced when it is published.
     """
 
     def __init__(
@@ -78,16 +77,17 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         self._syncs = 0
 
     def take_published(self) -> SyncReport | None:
-        """The report of the last wake-up that was published, once; None on all but the leader."""
+        """The report published since the last call, or None; always None on other ranks than the
+        leader.
+        """
         published, self._published = self._published, None
         return published
 
     async def resume(self, tags: Sequence[str]) -> None:
-        """Resume the stages that `tags` ("weights", "kv_cache") stand for.
+        """Resume the memory of verl's stages "weights" and "kv_cache".
 
-        "weights" is all that `wake_order` names before the sync, "kv_cache" all after it. In a
-        one-stage wake-up the first call resumes everything. Resuming what is resident is a no-op
-        in the engine, so that the caller may go through verl's stages in either setting.
+        They stand for all tags of `wake_order` before and after the sync. In a one-stage wake-up
+        "weights" resumes everything, and the later "kv_cache" is a no-op in the engine.
         """
         if not self._settings.free_cache_engine:
             return
@@ -105,7 +105,7 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
             self._publish()
 
     async def release(self, tags: Sequence[str] | None = None) -> None:
-        """Release memory, by default in `sleep_order`; what is released already stays so."""
+        """Release memory, by default in `sleep_order`; a no-op for memory that is released."""
         if not self._settings.free_cache_engine:
             return
         wanted = self._settings.stages.sleep if tags is None else tags
@@ -115,9 +115,9 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         """Send all weights; the engine drops its prefix cache, and publishes the version.
 
         Args:
-            weights: `(name, full tensor)`, collective over the trainer's ranks; drained even if the
-                sync fails. What can be iterated over again: see `sources.export`.
-            version: name of the new weights, such as verl's global step.
+            weights: pairs `(name, full tensor)`; iterating is collective over the trainer's ranks,
+                and goes on to the end even if the sync fails. See `sources.export`.
+            version: version of the new weights, such as verl's global step.
 
         Raises:
             WeightSyncError: on every rank, if any rank failed; the engine must not serve.
@@ -136,15 +136,7 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
     async def sync_adapter(
         self, collect: Callable[[], AdapterUpdate], *, version: str | None = None
     ) -> None:
-        """Have the engine serve another state of its LoRA adapter; its weights stay as they are.
-
-        Args:
-            collect: goes through the export, which is collective over the trainer's ranks.
-
-        Raises:
-            WeightSyncError: on every rank, if any rank failed; the engine then serves the adapter
-                as it was, or, where it refuses the new one, none.
-        """
+        """Have the engine serve a new state of its LoRA adapter; see `AdapterSync.sync`."""
         engines = {} if self._engine is None else {"its own": self._engine}
         with self.report.stage("sync"):
             await self._adapter.sync(collect, engines, self.report)
@@ -153,7 +145,7 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
             self._publish()
 
     async def _on_leader(self, stage: str, call: Call) -> None:
-        """Have the leader's engine do it; if it fails on any replica, every rank raises."""
+        """Run an operation on the leader's engine; all ranks raise if it fails on any replica."""
         engine = self._engine
         work = None if engine is None else self._run_stage(stage, engine, call)
         await run_in_step(self._group, stage, work)
@@ -165,7 +157,7 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         self._transport.check_reply(self.report)
 
     async def wake_up(self, *, version: str | None = None) -> None:
-        """Go through all stages of a wake-up, with the callbacks given to the constructor."""
+        """Run all stages of a wake-up, with the callbacks given to the constructor."""
         if self._export is None:
             raise ValueError("wake_up needs export=..., which returns the trainer's weights")
         await self.resume((WEIGHTS,))

@@ -1,1 +1,1 @@
-"""What verl calls: a rollout, a replica and a checkpoint engine of ours; and verl's exports."""
+"""Our classes that verl calls (rollout, replica, checkpoint engine), and verl's exports."""

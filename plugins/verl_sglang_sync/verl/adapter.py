@@ -1,8 +1,8 @@
-"""A LoRA adapter that SGLang serves as such: replaced whole at every sync.
+"""Packs a LoRA adapter that SGLang serves unmerged: every sync replaces all of it.
 
-The base weights are synced once, as without an adapter; in disaggregated mode again whenever a
-replica joins that does not have them. verl 0.9.1's own client names a field of the request that
-SGLang 0.5.14 does not have, so that its first adapter ends the training.
+The base weights are synced once, as without an adapter; in disaggregated mode again if a replica
+joins that does not have them. verl 0.9.1's own client fails with the first adapter: its request has
+a field that SGLang 0.5.14 does not have.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def collect_adapter(
     num_ranks: int,
     is_leader: bool,
 ) -> AdapterUpdate:
-    """Go through verl's export of an adapter, by PEFT's names; collective over the trainer's ranks.
+    """Read verl's export of an adapter, with PEFT's names; collective over the trainer's ranks.
 
     Args:
-        num_ranks: TP ranks of the engine.
-        is_leader: False: this rank talks to no engine, and keeps nothing.
+        num_ranks: number of TP ranks of the engine.
+        is_leader: False: this rank has no engine, and keeps no tensors.
     """
     full = (
         (name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)

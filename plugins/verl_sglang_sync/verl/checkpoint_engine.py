@@ -1,9 +1,9 @@
 """verl's checkpoint engine `sglang_sync`: weight sync to rollouts on GPUs of their own.
 
-verl has one of these in every trainer process and in every rollout worker. Around a sync it calls
-`prepare`, `build_topology`, `init_process_group`, `send_weights` / `receive_weights`, `finalize`.
-Here the bytes go from the trainer straight into SGLang's TP workers; a rollout worker only tells
-the trainer which server is its own.
+verl makes one in every trainer process and in every rollout worker. In a sync it calls `prepare`,
+`build_topology`, `init_process_group`, `send_weights` / `receive_weights`, `finalize`. Here the
+bytes go from the trainer straight into SGLang's TP workers; a rollout worker only tells the trainer
+which server it leads.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ NCCL_VARIABLE = "NCCL_CUMEM_ENABLE"
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutServer:
-    """What a replica's first rollout worker tells the trainer.
+    """A replica's server, as its first rollout worker describes it to the trainer.
 
     Attributes:
-        actor_name: of the Ray actor around the replica's server.
-        num_ranks: tensor-parallel ranks of the engine.
-        format: in which the engine expects the weights.
-        access: arguments of the server's client (`SGLangServerClient`): limits and keys.
+        actor_name: name of the Ray actor around the replica's server.
+        num_ranks: number of tensor-parallel ranks of the engine.
+        format: names and dtypes in which the engine expects the weights.
+        access: arguments of the server's client (`SGLangServerClient`): time limits and API keys.
     """
 
     actor_name: str
@@ -63,11 +63,11 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     """Trainer or rollout end of disaggregated weight sync.
 
     Args:
-        bucket_size: verl's bucket size, in bytes; the preset has it too.
+        bucket_size: verl's bucket size, in bytes; ignored, since the settings have it too.
         is_master: True on the trainer's first rank, False on its others; None in a rollout worker.
 
     Raises:
-        ValueError: `checkpoint_engine.engine_kwargs.sglang_sync` holds anything.
+        ValueError: `checkpoint_engine.engine_kwargs.sglang_sync` is not empty.
     """
 
     wire_format = WIRE_FORMAT
@@ -89,7 +89,7 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             make_exports_repeatable()
 
     def prepare(self) -> RolloutServer | None:
-        """Tell which server this process leads; None in trainers and on other ranks."""
+        """The server that this rollout worker leads; None in trainers and on other ranks."""
         if not self._is_rollout:
             return None
         from verl_sglang_sync.verl.rollout import rollout_of_this_process
@@ -100,7 +100,7 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[RolloutServer | None]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Hand the replicas' servers to every trainer rank."""
+        """Give every trainer rank the replicas' servers."""
         servers = [server for server in metadata[actor_wg_world_size:] if server is not None]
         return (
             {"servers": [servers] * actor_wg_world_size},
@@ -108,11 +108,11 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         )
 
     def init_process_group(self, servers: list[RolloutServer]) -> None:
-        """Remember the servers; the group itself is formed, or reused, when weights are sent."""
+        """Keep the servers; the process group is formed, or reused, when weights are sent."""
         self._servers = servers
 
     def finalize(self) -> None:
-        """Nothing to do: group and staging buffers serve the next sync."""
+        """Do nothing: the next sync uses the group and the staging buffers again."""
 
     async def send_weights(
         self, weights: Iterable[NamedTensor], global_steps: int | None = None
@@ -120,10 +120,10 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """Send all weights to all replicas; every trainer rank calls this.
 
         Args:
-            global_steps: becomes the version of the weights.
+            global_steps: the version of the weights.
 
         Returns:
-            Seconds and bytes of the sync, as metrics of the step; empty on all ranks but the first.
+            Metrics of the sync on the first rank; empty on the others.
 
         Raises:
             WeightSyncError: on every rank, if any rank or replica failed.
@@ -152,8 +152,10 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         return report.metrics()
 
     async def _find_servers(self) -> list[tuple[Any, Replica]]:
-        """On the first rank, the servers' Ray actors, and where they are; collective: all ranks
-        raise `WeightSyncError` where one is gone, or silent.
+        """The servers' Ray actors and replicas on the first rank; empty on the others; collective.
+
+        Raises:
+            WeightSyncError: on all ranks, if a server is gone or silent.
         """
         found: list[tuple[Any, Replica]] = []
         limit_s = self._settings.request_timeout_s
@@ -169,7 +171,7 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                     raise WeightSyncError(text) from None
                 url = server_url(*address)
                 replica = Replica(
-                    identity=actor._actor_id.hex(),  # another one after a restart
+                    identity=actor._actor_id.hex(),  # differs after a restart
                     base_url=url,
                     client=SGLangServerClient(url, **server.access),
                     num_ranks=server.num_ranks,
@@ -181,8 +183,8 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         return found
 
     def _all_have_base(self, replicas: Sequence[Replica]) -> bool:
-        """True if all replicas have the weights that a LoRA adapter is for; collective, because the
-        first rank alone knows them.
+        """True if all replicas have the base weights of a LoRA adapter; collective, because only
+        the first rank knows the replicas.
         """
         assert self._group is not None, "made with the transport"
         return holds_everywhere(self._group, self._have_base >= _identities(replicas))
@@ -190,7 +192,7 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     async def _sync_adapter(
         self, export: AdapterExport, replicas: Sequence[Replica], report: SyncReport
     ) -> None:
-        """Have all replicas, which have the base weights, serve this state of a LoRA adapter."""
+        """Have all replicas, which have the base weights, serve this LoRA adapter."""
         from verl_sglang_sync.verl.adapter import collect_adapter
 
         engines = {replica.identity: replica.client for replica in replicas}
@@ -237,10 +239,10 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
 
 def _check_nccl(device: torch.device) -> None:
-    """Refuse a trainer whose NCCL allocates otherwise than the engines' does.
+    """Raise ValueError if the trainer's `NCCL_CUMEM_ENABLE` is not that of SGLang's processes.
 
-    verl sets the variable in SGLang's processes; between processes that differ in it NCCL fails
-    with an unhandled CUDA error. It is read once, so it must be there before the process starts.
+    verl sets it to 0 there, and NCCL fails with an unhandled CUDA error between processes that
+    differ in it. It is read once, so it must be set before the process starts.
     """
     value = os.environ.get(NCCL_VARIABLE)
     if device.type == "cuda" and value != "0":

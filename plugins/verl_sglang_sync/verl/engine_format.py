@@ -1,4 +1,4 @@
-"""Names and dtypes in which SGLang expects what a trainer exports: those of verl's own update."""
+"""Converts exports to the names and dtypes that SGLang expects, as verl's own update does."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from verl_sglang_sync.sources.export import NamedTensor, transformed
 
 
 class NotQuantized(ValueError):
-    """A weight that verl quantises stayed as it was."""
+    """verl failed to quantise a weight."""
 
 
 def quantized(
     weights: Iterable[NamedTensor], quantizer: Any, dtype: torch.dtype
 ) -> Iterator[NamedTensor]:
-    """`weights` with those that `quantizer` picks in fp8, each followed by its `_scale_inv`.
+    """`weights`, where those that `quantizer` selects are in fp8, each followed by its
+    `_scale_inv`.
 
     Args:
-        quantizer: verl's `SGLangFP8QuantizerHelper`. It logs an error of its kernel and passes the
-            weight on in its own dtype, which the engine would round to fp8, and multiply by the
-            scale of the weight before.
-        dtype: in which scales are computed.
+        quantizer: verl's `SGLangFP8QuantizerHelper`. If its kernel fails, it logs that and returns
+            the weight in its own dtype: the engine would round it to fp8 with the old scale.
+        dtype: dtype in which scales are computed.
 
     Raises:
-        NotQuantized: a weight was passed on like that; after the last one, because the other ranks
-            need this one until then, in the collectives of the export.
+        NotQuantized: that has happened. Raised after the last weight, because until then the other
+            ranks need this one in the collectives of the export.
     """
     failure: NotQuantized | None = None
     for name, tensor in _steps(quantizer.quant_weights_by_name(weights, dtype=dtype)):
@@ -39,15 +39,14 @@ def quantized(
                 "logged why"
             )
         yield name, tensor
-        del tensor  # the next one is made when this one may be gone
+        del tensor  # so that its memory can be used for the next one
     if failure is not None:
         raise failure
 
 
 def _steps(stream: AsyncIterator[NamedTensor]) -> Iterator[NamedTensor]:
-    """An asynchronous generator of verl that has nothing to wait for, in plain code.
-
-    It must run where a sync pulls its tensors: inside an event loop, between two collectives.
+    """An asynchronous generator of verl's that never waits, as a plain generator: a sync iterates
+    over it in a running event loop.
     """
     while True:
         step = stream.__anext__()
@@ -63,11 +62,11 @@ def _steps(stream: AsyncIterator[NamedTensor]) -> Iterator[NamedTensor]:
 
 @dataclass(frozen=True)
 class EngineFormat:
-    """Of one rollout; the trainer gives the weights this form before they leave it.
+    """The format in which one rollout's engine expects weights; the trainer converts them to it.
 
     Attributes:
-        fp8: verl's configuration of fp8, and the model's dtype, in which the scales are computed;
-            None: dtypes stay as they are exported.
+        fp8: verl's fp8 configuration and the model's dtype, in which scales are computed; None:
+            weights keep the dtype of the export.
     """
 
     fp8: tuple[Mapping[str, Any], torch.dtype] | None = None
@@ -79,7 +78,7 @@ class EngineFormat:
         return cls((hf_config.quantization_config, hf_config.dtype))
 
     def applied(self, weights: Iterable[NamedTensor]) -> Iterable[NamedTensor]:
-        """An export in this form; one that is quantised has no sources any more."""
+        """The export in this format; a quantised one cannot be traced to the parameters."""
         if self.fp8 is not None:
             from verl.utils.sglang.sglang_fp8_utils import SGLangFP8QuantizerHelper
 
@@ -91,7 +90,7 @@ class EngineFormat:
 
 
 def _without_base_layer(weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-    """The names of merged LoRA modules as SGLang knows them."""
+    """Remove `base_layer` from the names of modules that LoRA was merged into."""
     from verl.workers.rollout.sglang_rollout.sglang_rollout import _strip_lora_base_layer
 
     return ((_strip_lora_base_layer(name), tensor) for name, tensor in weights)

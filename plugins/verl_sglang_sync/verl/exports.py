@@ -1,8 +1,8 @@
-"""verl's exports, made so that they can be started again (`sources.export.Reexport`), and what they
-read: FSDP2's the module's state, those of Megatron-Bridge a rank's own parameters.
+"""Wraps verl's exports so that they can be repeated (`sources.export.Reexport`), and finds the
+parameters that they read: FSDP2's module state, or for Megatron-Bridge the rank's own parameters.
 
-The bridge converts task by task; a task has a parameter of this pipeline stage, or none. verl makes
-the tasks once, at the first export.
+The bridge has a list of conversion tasks, each for a parameter of this pipeline stage or for none.
+verl makes the list in the first export.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ _METHOD = "get_per_tensor_param"
 
 
 def make_exports_repeatable() -> None:
-    """Have verl's training engines in this process return exports that can be started again.
+    """Have verl's training engines in this process return exports that can be repeated.
 
-    verl passes on what `get_per_tensor_param` returned, and nothing else of the engine; so the
-    method itself is wrapped, in the classes that define one, once. Called only in processes where
-    a preset is chosen.
+    verl passes the result of `get_per_tensor_param` to the rollout, and nothing else of the engine,
+    so that method is wrapped, once, in all classes that define it. Only called with a preset.
     """
     from verl.workers.engine.base import BaseEngine
 
@@ -45,62 +44,58 @@ def _repeatable(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def wrapper(engine: Any, *args: Any, **kwargs: Any) -> Any:
-        again = functools.partial(_export_alone, method, engine, *args, **kwargs)
-        # So verl asks in disaggregated mode. FSDP gathers all weights below an adapter as it makes
-        # their export: that is left until somebody goes through it.
-        is_lazy = not args and not kwargs and _adapted(engine)
+        repeat = functools.partial(_weights_of, method, engine, *args, **kwargs)
+        # verl's call in disaggregated mode. With an adapter FSDP gathers all base weights in this
+        # call: here that is deferred until they are iterated over.
+        is_lazy = not args and not kwargs and _has_adapter(engine)
         if is_lazy:
             kwargs = {"base_sync_done": True}
         weights, peft_config = method(engine, *args, **kwargs)
         if is_lazy and peft_config is not None:
-            return Reexport(again, adapter=lambda: (weights, peft_config)), peft_config
+            return Reexport(repeat, adapter=lambda: (weights, peft_config)), peft_config
         if is_repeatable(weights):
             return weights, peft_config
         adapter = None
         if peft_config is not None:
             adapter = functools.partial(method, engine, *args, **{**kwargs, "base_sync_done": True})
-        export: Iterable[NamedTensor] = Reexport(again, weights, _sources_of(engine), adapter)
-        if (peft_config is None and _adapted(engine)) or _empties_storages(engine):
+        export: Iterable[NamedTensor] = Reexport(repeat, weights, _sources_of(engine), adapter)
+        if (peft_config is None and _has_adapter(engine)) or _empties_storages(engine):
             export = transformed(export, _copied)
         return export, peft_config
 
     return wrapper
 
 
-def _export_alone(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterable[NamedTensor]:
+def _weights_of(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterable[NamedTensor]:
     weights: Iterable[NamedTensor] = method(*args, **kwargs)[0]
     return weights
 
 
 def _sources_of(engine: Any) -> Sources | None:
-    """What an engine's export reads: FSDP2 without adapters exports its module's own state."""
+    """The parameters that an engine's export reads; None if that is not known."""
     module = getattr(engine, "module", None)
-    if not isinstance(module, FSDPModule) or _adapted(engine):
+    if not isinstance(module, FSDPModule) or _has_adapter(engine):
         return bridge_sources(engine)
     return module_state(module)  # type: ignore[arg-type]
 
 
-def _adapted(engine: Any) -> bool:
-    """True if LoRA adapters are around an FSDP engine's module."""
+def _has_adapter(engine: Any) -> bool:
+    """True if an FSDP engine's module has LoRA adapters."""
     module = getattr(engine, "module", None)
     return hasattr(getattr(module, "_fsdp_wrapped_module", module), "peft_config")
 
 
 def _empties_storages(engine: Any) -> bool:
-    """True if parameters that are offloaded leave their storages behind, without memory.
-
-    verl's Megatron engine: that a storage lives says nothing of its memory there, and memory that
-    SGLang has mapped could not be given back.
+    """True if offloading parameters frees the memory of their storages, as verl's Megatron engine
+    does: a live storage may then have no memory, and SGLang must not keep it mapped.
     """
     module = getattr(engine, "module", None)
     return isinstance(module, list) and bool(getattr(engine, "is_param_offload_enabled", False))
 
 
 def _copied(weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-    """Copies of weights whose memory is not theirs for long.
-
-    verl merges adapters into the module's own memory, and takes them out again when its export is
-    through. On one rank, in the dtype that is exported, `full_tensor` is that memory and no copy.
+    """Copies of weights whose memory changes after the export: verl merges adapters into the
+    module's parameters for the export, and on one rank `full_tensor` may return these uncopied.
     """
     for name, tensor in weights:
         yield name, tensor.clone()
@@ -114,7 +109,7 @@ def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
 
 
 def bridge_sources(engine: Any) -> BridgeSources | None:
-    """The sources of an engine's export; None unless Megatron-Bridge alone makes it."""
+    """The sources of an export that only Megatron-Bridge makes; None for other exports."""
     is_bridged = getattr(engine, "vanilla_bridge", True) is False
     adds_to_it = engine.peft_cls is not None or engine._qat_enabled if is_bridged else True
     if adds_to_it or getattr(engine.bridge, "export_weight_dtype", None) == "fp8":
@@ -123,7 +118,7 @@ def bridge_sources(engine: Any) -> BridgeSources | None:
 
 
 class BridgeSources:
-    """A rank's parameters, by virtual pipeline stage and local name: the same on all its peers."""
+    """A rank's parameters, by virtual pipeline stage and local name, which its peers use too."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -168,6 +163,6 @@ def _source(task: Any) -> str:
 
 
 def _kind(task: Any) -> object:
-    """Equal for tasks that the bridge converts by the same code."""
+    """Equal for tasks that the bridge converts with the same code."""
     name = re.sub(r"\d+", "#", task.param_name)
     return name, type(task.mapping), type(task.megatron_module), task.pp_rank

@@ -27,7 +27,7 @@ from sglang_loader.common.stage_costs import StageCosts
 from verl_sglang_sync.config import BROADCAST_BACKEND, WeightSyncConfig
 from verl_sglang_sync.engine.server_client.operations import server_url
 from verl_sglang_sync.engine.server_client.router import KEY_VARIABLE, RouterClient
-from verl_sglang_sync.verl.router_guard import Watch, start_guard
+from verl_sglang_sync.verl.router_guard import GuardedWorker, start_guard
 from verl_sglang_sync.verl.step_metrics import show_metrics_in_steps
 from verl_sglang_sync.verl.upstream import (
     is_abort,
@@ -45,7 +45,7 @@ HEALTH_GENERATES = "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"
 
 
 class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
-    """Ray actor around one SGLang server; our loaders, accounts of its sleep, the router."""
+    """Ray actor around one SGLang server: adds our loaders, costs of sleep, and the router."""
 
     _last_sleep: tuple[float, StageCosts | None] | None = None
     _router_guard: IO[bytes] | None = None  # closed with this process
@@ -75,14 +75,13 @@ class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
             await self._join_router(settings, settings.router_url)
 
     async def sleep(self) -> None:
-        """Release the engine's memory in `sleep_order`, and remember what it cost.
-
-        Only a hybrid engine, whose weights sleep too, has that order; else as verl does.
+        """Release the engine's memory, and keep the costs for `take_sleep_costs`. A hybrid engine, whose
+        weights sleep too, uses `sleep_order`, others verl's own order.
         """
         started, costs = time.perf_counter(), None
         if self._sleeps_in_order:
             request = ReleaseMemoryOccupationReqInput(tags=list(self._settings.stages.sleep))
-            # Our hook returns what that cost; see `sglang_loader.hooks.http`.
+            # Our hook returns the costs, see `sglang_loader.hooks.http`.
             costs = await self.tokenizer_manager.release_memory_occupation(request, None)
         else:
             await super().sleep()
@@ -94,13 +93,13 @@ class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
         return sleep
 
     async def abort_all_requests(self) -> None:
-        """Pause for a sync as verl does; clients send again what was aborted, and it goes on."""
+        """Pause for a sync as verl does; clients send aborted requests again, which continue."""
         if self.node_rank == 0:
             await pause_by_aborting(self.tokenizer_manager)
 
     @functools.wraps(SGLangHttpServer.generate)
     async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
-        """A request that was aborted before it ran has no tokens yet; it did not fail."""
+        """Return no tokens for a request that was aborted before it ran, instead of an error."""
         try:
             return await super().generate(*args, **kwargs)
         except Exception as error:
@@ -112,11 +111,11 @@ class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
             )
 
     async def keep_metrics(self, metrics: dict[str, float]) -> None:
-        """Of the last sync of this replica; they wait here for the trainer."""
+        """Keep the metrics of this replica's last sync for the trainer."""
         self._metrics = metrics
 
     async def take_metrics(self) -> dict[str, float] | None:
-        """What was kept, once; None if there was no sync since the last call."""
+        """The metrics of the last sync; None if there was none since the last call."""
         metrics, self._metrics = self._metrics, None
         return metrics
 
@@ -136,14 +135,14 @@ class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
         return settings
 
     async def _join_router(self, settings: WeightSyncConfig, router_url: str) -> None:
-        """Register the server; a guard takes it out when this process ends."""
+        """Add the server to the router; a guard removes it when this process ends."""
         api_key = os.environ.get(KEY_VARIABLE) or None
         router = RouterClient(router_url, timeout_s=settings.request_timeout_s, api_key=api_key)
         sglang_kwargs = (self.config.engine_kwargs or {}).get("sglang") or {}
         url, key = server_url(*self.get_server_address()), sglang_kwargs.get("api_key")
         worker = await asyncio.to_thread(router.add, url, api_key=key)
-        watch = Watch(router_url=router_url, router_api_key=api_key, worker=worker)
-        self._router_guard = await asyncio.to_thread(start_guard, watch)
+        guarded = GuardedWorker(router_url=router_url, router_api_key=api_key, worker=worker)
+        self._router_guard = await asyncio.to_thread(start_guard, guarded)
         logger.info("router %s sends requests to %s", router_url, worker.url)
 
     def _register_loaders(self) -> None:

@@ -1,7 +1,7 @@
-"""verl's rollout class for `("sglang", "async")`: delegates its stages to the sharding manager.
+"""verl's rollout class for `("sglang", "async")`: calls the sharding manager for all stages.
 
-Resides in every trainer worker. Without a `+weight_sync` preset it is verl's own `ServerAdapter`,
-method for method.
+Every trainer worker has one. Without a `+weight_sync` preset it only calls verl's own
+`ServerAdapter`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class WeightSyncRollout(ServerAdapter):  # type: ignore[misc]
         _rollout = weakref.ref(self)
 
     def rollout_server(self) -> RolloutServer | None:
-        """The server that this rollout worker leads, for a trainer elsewhere; None on others."""
+        """The server that this rollout worker leads, for a trainer elsewhere, or None."""
         from verl_sglang_sync.verl.checkpoint_engine import RolloutServer
 
         if self._settings is None:
@@ -70,7 +70,7 @@ class WeightSyncRollout(ServerAdapter):  # type: ignore[misc]
         manager = await self._sharding_manager()
         await self._account_for_sleep(manager)
         await manager.resume(tags)
-        await self._hand_over(manager)
+        await self._keep_metrics(manager)
 
     async def release(self) -> None:
         if self._settings is None:
@@ -88,8 +88,8 @@ class WeightSyncRollout(ServerAdapter):  # type: ignore[misc]
     ) -> None:
         """Send `weights` to the engine; every trainer rank must call this.
 
-        `weights` is the export of `(name, full tensor)`, or of a LoRA adapter. Delta flushes keep
-        verl's own way: they are not full weights.
+        `weights` is an export of pairs `(name, full tensor)`, or of a LoRA adapter. verl's own
+        update sends deltas, which are not full weights.
         """
         if wire_format == BROADCAST_BACKEND:
             async for _ in weights:  # the trainer has sent them straight to the engine
@@ -114,10 +114,10 @@ class WeightSyncRollout(ServerAdapter):  # type: ignore[misc]
         if self._engine is not None and global_steps is not None:
             # The V1 trainer reads it back with every sample.
             await self.server_actor.set_global_steps.remote(global_steps)
-        await self._hand_over(manager)
+        await self._keep_metrics(manager)
 
     def _is_received(self, weights: Any) -> bool:
-        """True if another checkpoint engine brings the weights as they arrive; warns once."""
+        """True if another checkpoint engine delivers the weights, tensor by tensor; warns once."""
         if not hasattr(weights, "__aiter__"):
             return False
         warn_once(
@@ -133,15 +133,15 @@ class WeightSyncRollout(ServerAdapter):  # type: ignore[misc]
         return EngineFormat.of_rollout(self.config, self.model_config.hf_config)
 
     async def _account_for_sleep(self, manager: SGLangShardingManager) -> None:
-        """Add what the sleep cost that the server actor went through on its own."""
+        """Add the costs of the sleep, which verl has asked the server's actor for directly."""
         if self._engine is not None and "release" not in manager.report.seconds:
             sleep = await self.server_actor.take_sleep_costs.remote()
             if sleep is not None:
                 manager.report.seconds["release"], costs = sleep
                 manager.report.add_costs("release", costs)
 
-    async def _hand_over(self, manager: SGLangShardingManager) -> None:
-        """Leave a published report with the server, for the trainer: see `step_metrics`."""
+    async def _keep_metrics(self, manager: SGLangShardingManager) -> None:
+        """Give the metrics of a published report to the server, see `step_metrics`."""
         if (report := manager.take_published()) is not None:
             await self.server_actor.keep_metrics.remote(report.metrics())
 
@@ -172,7 +172,7 @@ class WeightSyncRollout(ServerAdapter):  # type: ignore[misc]
         )
 
     def _access(self, settings: WeightSyncConfig) -> dict[str, Any]:
-        """See `RolloutServer`."""
+        """See `RolloutServer.access`."""
         kwargs = (self.config.get("engine_kwargs", None) or {}).get("sglang", None) or {}
         keys = {key: kwargs.get(key) for key in ("api_key", "admin_api_key")}
         limits = {"timeout_s": settings.request_timeout_s, "timeouts_s": settings.timeouts_s}
@@ -183,7 +183,7 @@ _rollout: weakref.ref[WeightSyncRollout] | None = None
 
 
 def rollout_of_this_process() -> WeightSyncRollout:
-    """The rollout that verl made in this rollout worker; it makes one."""
+    """The rollout that verl has made in this process; there is at most one."""
     rollout = _rollout() if _rollout is not None else None
     if rollout is None:
         raise RuntimeError("this process has no rollout of verl-sglang-sync")
@@ -191,6 +191,6 @@ def rollout_of_this_process() -> WeightSyncRollout:
 
 
 def current_device() -> torch.device:
-    """The device that verl runs this process on; its CPU platform has no index."""
+    """The device that verl runs this process on; a CPU has no index."""
     index = get_device_id()
     return torch.device(get_device_name(), index) if isinstance(index, int) else torch.device(index)

@@ -1,11 +1,11 @@
-"""Takes a server out of its router's workers when the server's actor ends, however it ends.
+"""Removes a server from its router's workers when the server's actor ends, however it ends.
 
-Ray ends the actors of a finished driver with SIGKILL, so nothing in the actor could do it. A small
-process of its own does: it waits for the end of its standard input, which is a pipe from the actor.
-Ray also kills the children of a worker that ends; so this is a child's child, in its own session,
-and it lives no longer than the one request after the actor's end.
+Ray ends the actors of a finished driver with SIGKILL, so the actor itself cannot do it. A process
+of its own waits for the end of its standard input, which is a pipe from the actor, and then sends
+one request. Ray also kills the children of a worker that ends, so the process is a grandchild in
+its own session.
 
-    guard = start_guard(Watch(router_url=url, router_api_key=None, worker=worker))
+    guard = start_guard(GuardedWorker(router_url=url, router_api_key=None, worker=worker))
     ...
     guard.close()  # or the end of this process
 """
@@ -25,22 +25,22 @@ from verl_sglang_sync.engine.server_client.router import RouterClient, Worker
 TIMEOUT_S = 10.0
 
 
-class Watch(msgspec.Struct, frozen=True, kw_only=True):
-    """What to take out, and where; goes to the guard as its first line."""
+class GuardedWorker(msgspec.Struct, frozen=True, kw_only=True):
+    """The worker to remove and its router; the first line of the guard's standard input."""
 
     router_url: str
     router_api_key: str | None
     worker: Worker
 
 
-def start_guard(watch: Watch) -> IO[bytes]:
-    """Start the process; the server stays until what is returned is closed, or this one ends."""
+def start_guard(guarded: GuardedWorker) -> IO[bytes]:
+    """Start the guard, which acts when the returned pipe is closed, or this process ends."""
     command = [sys.executable, "-m", "verl_sglang_sync.verl.router_guard"]
     child = subprocess.Popen(command, stdin=subprocess.PIPE)
     assert child.stdin is not None
-    child.stdin.write(msgspec.json.encode(watch) + b"\n")
+    child.stdin.write(msgspec.json.encode(guarded) + b"\n")
     child.stdin.flush()
-    if status := child.wait():  # its own child goes on
+    if status := child.wait():  # it exits once it has forked the guard
         raise subprocess.CalledProcessError(status, command)
     return child.stdin
 
@@ -51,10 +51,10 @@ def main() -> int:
     os.setsid()
     line = sys.stdin.buffer.readline()
     sys.stdin.buffer.read()
-    watch = msgspec.json.decode(line, type=Watch)
-    router = RouterClient(watch.router_url, timeout_s=TIMEOUT_S, api_key=watch.router_api_key)
+    guarded = msgspec.json.decode(line, type=GuardedWorker)
+    router = RouterClient(guarded.router_url, timeout_s=TIMEOUT_S, api_key=guarded.router_api_key)
     try:
-        router.remove(watch.worker)
+        router.remove(guarded.worker)
     except RouterError as error:
         sys.stderr.write(f"{error}\n")
         return 1

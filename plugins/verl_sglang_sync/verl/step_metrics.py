@@ -1,8 +1,8 @@
-"""The metrics of colocated syncs among those of verl's training steps.
+"""Adds the metrics of colocated syncs to those of verl's training steps.
 
-verl logs what its checkpoint engines return; a sync to engines on the trainer's own GPUs returns
-nothing. Each replica's server keeps the metrics of its last sync, and the trainer asks all of them
-at the end of a step. A disaggregated sync needs none of this: `SGLangSyncCheckpointEngine`.
+verl logs the metrics that its checkpoint engines return, but a colocated sync has no checkpoint
+engine. So each replica's server keeps the metrics of its last sync, and the trainer collects them
+at the end of a step. Disaggregated syncs return theirs from `SGLangSyncCheckpointEngine`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TRAINERS = "verl.trainer.ppo.v1.trainer_base"
 
 
 def show_metrics_in_steps() -> None:
-    """Have the trainer of this process, if it is one, log the syncs' metrics with its own."""
+    """If this is the trainer's process, have it log the syncs' metrics with its own."""
     trainers = sys.modules.get(TRAINERS)
     if trainers is None:
         return
@@ -29,21 +29,20 @@ def show_metrics_in_steps() -> None:
 
     @functools.wraps(original)
     def consume(self: Any) -> dict[str, Any]:
-        return {**_of_replicas(self.checkpoint_manager.replicas), **original(self)}
+        return {**_replica_metrics(self.checkpoint_manager.replicas), **original(self)}
 
     trainer._consume_sync_metrics = consume
 
 
-def _of_replicas(replicas: Iterable[Any]) -> dict[str, float]:
+def _replica_metrics(replicas: Iterable[Any]) -> dict[str, float]:
     servers = [replica.server_handle for replica in replicas]
     kept = ray.get([server.take_metrics.remote() for server in servers])
     return merged([metrics for metrics in kept if metrics is not None])
 
 
 def merged(all_metrics: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Metrics of all replicas as one step's: the longest seconds, the sum of everything else.
-
-    The replicas are synced at the same time, so that their gigabytes a second add up.
+    """Metrics of all replicas in one: the longest seconds, and the sum of everything else, also of
+    gigabytes per second, since the replicas are synced at the same time.
     """
     found: dict[str, float] = {}
     for metrics in all_metrics:

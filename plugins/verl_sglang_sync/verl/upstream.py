@@ -1,6 +1,6 @@
 """What verl 0.9.1 lacks, alone or with the SGLang that is there: done where a preset is chosen.
 
-What a newer SGLang needs looks whether it is needed, and changes nothing where it is not.
+Each function looks at the installed SGLang, and changes nothing if that is not needed.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ SEPARATE_ASYNC = "verl.trainer.ppo.v1.trainer_separate_async"
 
 
 async def pause_by_aborting(manager: Any) -> None:
-    """What `TokenizerManager.pause_generation` does in mode "abort": no request begins any more,
-    and what runs is aborted, until nothing does. That looks once a second: longer than a sync.
+    """Let no request begin, and abort all that run, as `TokenizerManager.pause_generation` does in
+    mode "abort". That one checks only once a second, which is longer than a sync.
     """
     async with manager.is_pause_cond:
         manager.is_pause = True
         abort_at = 0.0
-        while await manager.model_update_lock.is_locked():  # by the requests that run
+        while await manager.model_update_lock.is_locked():  # by running requests
             if (now := time.monotonic()) >= abort_at:
                 manager.abort_request(abort_all=True)
                 abort_at = now + ABORT_AGAIN_S
@@ -45,7 +45,7 @@ def fields(kind: Any) -> Any:
 
 
 def list_server_arguments() -> None:
-    """SGLang's `ServerArgs`, of which verl asks the dataclass's fields, is a struct from 0.5.20."""
+    """Let verl list the fields of SGLang's `ServerArgs`, which is no dataclass from 0.5.20 on."""
     import verl.workers.rollout.sglang_rollout.async_sglang_server as server
 
     if not dataclasses.is_dataclass(server.ServerArgs):
@@ -55,8 +55,8 @@ def list_server_arguments() -> None:
 
 
 def complete_server_client() -> None:
-    """SGLang's `EngineBase`, of which verl's client is one, has two more abstract methods from
-    0.5.21 on. Nobody calls them: in the engine we begin and end every update.
+    """Add two abstract methods that SGLang's `EngineBase` has from 0.5.21 on to verl's client. They
+    are not called: our hooks begin and end every update in the engine.
     """
     from verl.workers.rollout.sglang_rollout.http_server_engine import AsyncHttpServerAdapter
 
@@ -85,8 +85,8 @@ def log_without_flush() -> None:
 
 
 def tp_ranks_share_adapters() -> bool:
-    """True where SGLang's request for a LoRA adapter has its tensors once, for all TP ranks
-    (0.5.14); later it has a list by TP rank.
+    """True if SGLang's request for a LoRA adapter has the tensors once for all TP ranks (0.5.14),
+    not in a list by TP rank.
     """
     from sglang.srt.managers.io_struct import LoadLoRAAdapterFromTensorsReqInput
 

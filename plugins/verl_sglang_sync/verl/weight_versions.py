@@ -1,12 +1,11 @@
-"""With which version of the weights each token of a rollout was sampled.
+"""Tells which version of the weights each token of a rollout was sampled with.
 
-verl aborts a rollout when a disaggregated sync begins, asks for the rest of it afterwards, and
-joins the parts; it tells the first and the last version. Our client is verl's, and tells each
-part's, too:
+verl aborts a rollout when a disaggregated sync begins, requests the rest of it afterwards, and
+joins the parts; it reports the first and the last version. Our client also reports each part's:
 
     output.extra_fields["weight_versions"] == [[17, 3], [5, 4]]  # 17 tokens of step 3, 5 of step 4
 
-Agent loops hand `extra_fields` on to the trainer's batch.
+Agent loops pass `extra_fields` to the trainer's batch.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from verl.workers.rollout.llm_server import (
 
 
 class PartClient(LLMServerClient):  # type: ignore[misc]
-    """Notes the version of each part; stands between verl's two clients, as its base."""
+    """Records the version of each part; in the method order it is between verl's two clients."""
 
     async def generate(
         self, request_id: str, *, weight_versions: list[list[int]], **kwargs: Any
@@ -37,7 +36,7 @@ class PartClient(LLMServerClient):  # type: ignore[misc]
 
 
 class WeightVersionsClient(FullyAsyncLLMServerClient, PartClient):  # type: ignore[misc]
-    """verl's asynchronous client, whose responses tell the version of every token.
+    """verl's asynchronous client; its responses have the version of every token.
 
     `extra_fields["weight_versions"]` lists `[num_tokens, global_steps]` in the order of the tokens;
     the numbers of tokens add up to the response's.
@@ -46,16 +45,15 @@ class WeightVersionsClient(FullyAsyncLLMServerClient, PartClient):  # type: igno
     async def generate(self, request_id: str, **kwargs: Any) -> Any:
         weight_versions: list[list[int]] = []
         output = await super().generate(request_id, weight_versions=weight_versions, **kwargs)
-        told, num_tokens = sum(num for num, _ in weight_versions), len(output.token_ids)
-        assert told == num_tokens, f"the parts have {told} tokens, the response {num_tokens}"
+        counted, num_tokens = sum(num for num, _ in weight_versions), len(output.token_ids)
+        assert counted == num_tokens, f"the parts have {counted} tokens, the response {num_tokens}"
         output.extra_fields["weight_versions"] = weight_versions
         return output
 
 
 def tell_weight_versions() -> None:
-    """Have this process hand out our client where it would hand out verl's asynchronous one.
-
-    verl names the class in its trainers, and no setting does. Agent loops get the client pickled.
+    """Have verl's `LLMServerManager` in this process return our client instead of verl's
+    asynchronous one, which verl's trainers name without a setting. Agent loops get it pickled.
     """
     original = LLMServerManager.get_client
     if getattr(original, "tells_weight_versions", False):

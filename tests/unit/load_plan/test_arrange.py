@@ -16,7 +16,7 @@ from sglang_loader.common.layout import (
     digest_of,
     encode_layout,
 )
-from sglang_loader.common.regions.arrangement import end_of
+from sglang_loader.common.regions.arrangement import arranged_nbytes
 from sglang_loader.common.regions.coalesce import coalesce, find_overlapping
 from sglang_loader.common.regions.geometry import BYTES, StridedCopy, Unit
 from sglang_loader.load_plan import check_bucket, compile_bucket, trace_bucket
@@ -47,7 +47,7 @@ def plan_of(layout, copies):
         host_reads=(),
         writes={},
         left_out=(),
-        remade=frozenset(),
+        recomputed=frozenset(),
     )
 
 
@@ -61,7 +61,7 @@ def origins(arrangement, layout):
         assert max(offsets) < tensor.nbytes, "a read leaves its tensor"
         assert not found.keys() & places, "two reads share a byte of the arranged buffer"
         found |= zip(places, (tensor.offset + offset for offset in offsets), strict=True)
-    assert max(found, default=-1) < end_of(arrangement)
+    assert max(found, default=-1) < arranged_nbytes(arrangement)
     return found
 
 
@@ -169,7 +169,7 @@ def test_the_experts_of_a_rank_become_few_copies(ranks):
     assert [(copy.storage, copy.run) for copy in rebased.copies] == [(0, 2 * part), (1, part)]
     assert all(len(copy.dims) == 1 for copy in rebased.copies)
     assert len(plan.copies) >= len(rebased.copies)
-    assert end_of(arrangement) * ranks <= plan.layout.nbytes
+    assert arranged_nbytes(arrangement) * ranks <= plan.layout.nbytes
     assert len(arrangement) == 3 * 32
     assert num_bytes_read(plan) * ranks == sum(t.nbytes for t in plan.layout.tensors)
 
@@ -286,7 +286,7 @@ def arranged_half():
 
 def test_the_loader_gets_whole_tensors_of_the_arranged_buffer():
     model, destinations, arrangement, rebased = arranged_half()
-    assert end_of(arrangement) < LAYOUT.nbytes
+    assert arranged_nbytes(arrangement) < LAYOUT.nbytes
     assert 5 not in {read.tensor for read in arrangement}, "nobody reads that one"
     for seed in (1, 2):
         buffer = random_bucket(seed)
@@ -314,7 +314,7 @@ def test_a_plan_that_reads_an_arranged_buffer_otherwise_is_found_out():
         replace(rebased, rest=swapped),
     ):
         assert why_misarranged(plan, (arrangement, wrong), destinations) is not None
-    far = replace(rebased, copies=(replace(first, src=end_of(arrangement)),))
+    far = replace(rebased, copies=(replace(first, src=arranged_nbytes(arrangement)),))
     with pytest.raises(ValueError, match="in no piece"):
         why_misarranged(plan, (arrangement, far), destinations)
     assert differing(destinations, before) == (), "the model was written"

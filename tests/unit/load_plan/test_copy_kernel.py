@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_loader.common.copy_kernel import TILE_WORDS, mixed
+from sglang_loader.common.copy_kernel import TILE_WORDS, interleaved_order
 from support.kernel_copies import launcher, rows_of
 from support.remote import run_interpreted
 
@@ -70,7 +70,7 @@ def test_the_compiled_kernel_copies_every_word_and_no_other(num_gpus):
 
 @given(st.lists(st.integers(0, 3), max_size=60))
 def test_at_any_time_all_gpus_are_read_from(gpus):
-    order = mixed(gpus)
+    order = interleaved_order(gpus)
     assert sorted(order) == list(range(len(gpus)))
     for gpu in set(gpus):
         (places,) = np.nonzero(np.array(gpus)[order] == gpu)

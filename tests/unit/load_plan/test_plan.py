@@ -12,7 +12,7 @@ from torch import nn
 from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.load_plan import (
-    KnownDigests,
+    CheckedDigests,
     PlanExecutor,
     PlanRefused,
     check_bucket,
@@ -177,7 +177,7 @@ def test_what_is_done_with_a_tensor_is_replayed(load, num_copies, num_rest):
     plan = assert_replays(doing(w=load))
     assert (plan.num_copies, plan.num_rest) == (num_copies, num_rest)
     model = Model(doing(w=load))
-    assert uses_of(trace_bucket(model, model.load_weights, *pack())).idle == ["v", "b"]
+    assert uses_of(trace_bucket(model, model.load_weights, *pack())).unused == ["v", "b"]
 
 
 def derive(model, name, tensor):
@@ -479,7 +479,7 @@ def test_self_check_finds_writes_from_other_threads():
     model, layout, buffer, plan = planned(load_one)
     assert plan.num_copies == 0
     traced = trace_bucket(model, model.load_weights, layout, buffer)
-    assert uses_of(traced).idle == ["w", "v", "b"]
+    assert uses_of(traced).unused == ["w", "v", "b"]
     reason = self_check(model, plan, model.load_weights, [buffer])
     assert reason == "2 tensors differ from eager: weight, bias16"
     assert torch.equal(model.weight[:6], layout.views(buffer)[0][1])
@@ -542,7 +542,7 @@ def test_a_check_that_knows_the_one_before_finds_writes_elsewhere(hidden):
     plan = compile_for(model, first, second)
     (one, other), destinations = plan.buckets, plan.destinations
     model.load_weights(first[0].views(first[1].clone()))
-    after_one = KnownDigests()
+    after_one = CheckedDigests()
     assert check_bucket(model, one, destinations, model.load_weights, first[1], after_one) is None
     for known in (after_one, None):
         reason = check_bucket(model, other, destinations, model.load_weights, second[1], known)

@@ -1,1 +1,1 @@
-"""Disaggregated: the process group of a trainer and its engines, and a broadcast in it."""
+"""Process groups of a trainer and engines on other GPUs, and collectives in them."""

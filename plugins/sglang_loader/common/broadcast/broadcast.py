@@ -1,9 +1,9 @@
-"""One collective of an update group, awaited with a time limit: a broadcast or an all-to-all.
+"""A broadcast or an all-to-all in an update group, waited for with a time limit.
 
-NCCL's `wait()` only makes a stream wait, and once its communicator has failed `is_completed()` is
-true although the bytes never came. So on a GPU an event is watched, recorded behind the collective
-on a stream that nothing else runs on: the bytes are there when the event is, and a collective that
-never ends blocks no stream that the process needs.
+NCCL's `wait()` only makes a stream wait, and after a failure of the communicator `is_completed()`
+is true although the bytes never came. So on a GPU an event is recorded behind the collective, on a
+stream of its own: the bytes are there when the event has happened, and a collective that never ends
+blocks no other stream.
 """
 
 from __future__ import annotations
@@ -18,22 +18,20 @@ import torch.distributed as dist
 
 POLL_S = 0.0002
 GRACE_S = 1.0
-"""Longest time between "completed" by torch's account and the event, unless NCCL has failed."""
+"""If torch reports completion this long before the event, NCCL has failed."""
 
 
 WORD = torch.int64
-"""What an all-to-all moves: all of its sizes are whole words."""
+"""The unit of an all-to-all: all of its sizes are whole words."""
 
 
 class BroadcastError(RuntimeError):
-    """The bytes of a collective did not come; the group must be formed anew."""
+    """A collective has failed or timed out; the group must be formed anew."""
 
 
 class Transfer:
-    """A collective in progress; every rank starts it. Its buffers are not to be touched, nor freed
-    for other use, before it is done.
-    With NCCL the first one of a group blocks until all ranks have come, see `update_group.connect`.
-    `work`: torch's; None: there is nothing to wait for.
+    """A collective in progress, which every rank starts. Its buffers must stay untouched until it
+    is done. `work`: torch's; None: there is nothing to wait for.
     """
 
     def __init__(self, work: Any, device: torch.device) -> None:
@@ -61,10 +59,10 @@ class Transfer:
             raise BroadcastError(str(error)) from None
 
     def has_arrived(self, timeout_s: float, what: str) -> bool:
-        """`is_done`, unless it takes more than `timeout_s` seconds since it began.
+        """Like `is_done`, with a limit of `timeout_s` seconds since the collective was started.
 
         Raises:
-            BroadcastError: it takes longer, or failed; `what` names it.
+            BroadcastError: it takes longer, or has failed; `what` names it in the error.
         """
         try:
             if self.is_done():
@@ -115,11 +113,11 @@ def all_to_all(
     recv_nbytes: Sequence[int],
     group: Any,
 ) -> Any:
-    """Start an exchange between all ranks of a group; torch's work.
+    """Start an all-to-all between all ranks of a group; returns torch's work.
 
     Args:
-        sent: flat uint8, for each rank some bytes, one behind the other; `received` likewise.
-        send_nbytes: by rank, whole words; they add up to `sent`.
+        sent: flat uint8: the bytes for each rank, one after the other; `received` likewise.
+        send_nbytes: bytes for each rank, whole words; they add up to `sent`.
         group: the process group; None: torch's default group.
     """
     return dist.all_to_all_single(
@@ -134,4 +132,4 @@ def all_to_all(
 
 @cache
 def _watching_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device, priority=-1)  # of another pool than everyone's default
+    return torch.cuda.Stream(device, priority=-1)  # not from the pool of default priority

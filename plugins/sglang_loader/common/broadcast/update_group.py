@@ -1,11 +1,10 @@
-"""The process group over which a trainer broadcasts weights to engines.
+"""The process group in which a trainer sends weights to engines.
 
-All its ranks join in the same way, in `join`: the trainer's, which are the first, and the engines',
-in the hook on SGLang's `init_weights_update_group`. They wait for each other in a store that the
-trainer's first rank serves (`MeetingPoint`). Then all ranks connect: NCCL makes its communicator in
-a group's first collective, and the connection of a pair in the first bytes that one sends the
-other, and blocks there until both have come. So those belong to the forming of the group and not to
-the first sync, in which the ranks do not start together.
+The trainer's ranks, which are the first, and the engines' (in the hook on SGLang's
+`init_weights_update_group`) call `join`. They wait for each other in a store that the trainer's
+first rank serves (`MeetingPoint`). Then all ranks connect: NCCL makes its communicator in a group's
+first collective, and a pair's connection in the first bytes between them, and blocks until both
+ranks have come. That must not happen in the first sync, which the ranks do not start together.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from sglang_loader.common.threads import in_thread
 logger = logging.getLogger(__name__)
 
 GROUP_PREFIX = "weight_sync_"
-"""How the names of our groups begin; the engine treats those as this module says."""
+"""Prefix of the names of our groups."""
 
 REACH_TIMEOUT_S = 5.0
 LEAVE_TIMEOUT_S = 10.0
@@ -55,7 +54,7 @@ _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 @dataclass(frozen=True)
 class GroupPlace:
-    """Where the ranks of a group meet, and by which name: it starts with `GROUP_PREFIX`."""
+    """Address of a group's store, and the group's name, which starts with `GROUP_PREFIX`."""
 
     name: str
     address: str
@@ -65,9 +64,6 @@ class GroupPlace:
 
 class MeetingPoint:
     """The store where a group's ranks meet, served by this process at a free port.
-
-    A rank that waits there for another one, in a process that nobody can interrupt, is sent away by
-    `close`; one that comes later finds nobody.
 
     Args:
         address: of this host, as the engines reach it.
@@ -84,20 +80,18 @@ class MeetingPoint:
         self.port = self._server.port
 
     def close(self) -> None:
-        """Close the store; whoever waits in it gets an error at once."""
+        """Close the store: ranks that wait in it get an error, later ones cannot reach it."""
         self._server = None
 
 
 def check_reachable(address: str, port: int) -> None:
-    """Raise OSError where nobody listens, so that nobody is met: torch would try to connect for 30
-    minutes, in a scheduler that does nothing else meanwhile.
-    """
+    """Raise OSError if nobody listens: torch would try for 30 minutes, and block the scheduler."""
     socket.create_connection((address, port), REACH_TIMEOUT_S).close()
 
 
 def join(place: GroupPlace, rank: int, device: torch.device) -> Any:
-    """Become a rank of the group; returns it, connected, once all others have come. The device, of
-    what will be broadcast, decides between NCCL and gloo.
+    """Become a rank of the group; returns it, connected, once all ranks have come. `device`: of the
+    buffers that will be sent or received; with a GPU's the group uses NCCL, else gloo.
 
     Raises:
         OSError: nobody serves the store.
@@ -140,7 +134,7 @@ def join(place: GroupPlace, rank: int, device: torch.device) -> Any:
 
 
 def secret_of(group: Any) -> bytes:
-    """What only the ranks of a group know, see `messages`; the first rank that asks makes it."""
+    """A secret of the group's ranks, made by the first that asks; it signs session descriptors."""
     store = _get_process_group_store(group)
     secret: bytes = store.compare_set(_SECRET, "", secrets.token_hex(16))
     return secret
@@ -153,8 +147,8 @@ def backend_of(device: torch.device) -> str:
 
 @contextmanager
 def errors_left_to_us() -> Iterator[None]:
-    """A NCCL group made in the body does not end the process when a peer dies or takes long, as
-    torch's watchdog would: whoever waits for a broadcast finds out, and the group is aborted.
+    """Without torch's watchdog for a NCCL group made in the body, which would end the process if a
+    peer dies or takes long: here whoever waits for a transfer notices, and aborts the group.
     """
     before = os.environ.get(_ERROR_HANDLING)
     os.environ[_ERROR_HANDLING] = "0"
@@ -197,26 +191,26 @@ def meet(store: Any, num_ranks: int, limit: timedelta) -> None:
 
 
 def say_left(group: Any) -> None:
-    """Write down in the group's store that this rank leaves, though nobody has asked it to."""
+    """Note in the group's store that this rank leaves, so that `was_left` is true on all ranks."""
     with suppress(dist.DistError):  # the store went with the trainer
         _get_process_group_store(group).set(_LEFT, "")
 
 
 def was_left(group: Any) -> bool:
-    """True if a rank has left, see `say_left`; the group is no more use."""
+    """True if a rank has left, so that the group must be formed anew."""
     return bool(_get_process_group_store(group).check([_LEFT]))
 
 
 def leave(group: Any, *, broken: bool) -> None:
-    """End this process's part in the group; returns after `LEAVE_TIMEOUT_S` at the latest.
+    """Leave the group; returns after `LEAVE_TIMEOUT_S` at the latest.
 
-    NCCL may wait there for the other ranks on this host, and one of them may be dead. So all ranks
-    should leave at the same time, and each does it in a thread.
+    NCCL may wait for the other ranks on this host, and one of them may be dead. So all ranks should
+    leave at the same time, and each does it in a thread.
 
     Args:
-        group: of `join`. Where the caller keeps no reference to it, it ends in that thread, too:
-            gloo's waits as long as one of its collectives does.
-        broken: True if a broadcast may be outstanding: it is aborted, not waited for.
+        group: as `join` returned it. The caller should keep no reference, so that the thread has
+            the last one: gloo waits for outstanding collectives when that is dropped.
+        broken: a transfer may be outstanding: abort it instead of waiting for it.
     """
     held = [group]
     del group
@@ -231,17 +225,16 @@ def leave(group: Any, *, broken: bool) -> None:
 
 
 def abort(group: Any) -> None:
-    """End all broadcasts of the group, as far as this process is concerned; it is no more use."""
+    """Abort all transfers of the group in this process; the group cannot be used any more."""
     _run_for_a_while(lambda: _end_collectives(group), "abort the update group")
 
 
 def _end_collectives(group: Any) -> None:
-    """Have all collectives of the group fail here, and elsewhere those that need this rank.
+    """Make all collectives of the group fail in this process, and in others those with this rank.
 
-    gloo has no abort, and the last reference to a group waits until its collectives have ended: for
-    as long as another rank keeps its connections. But a receive that takes longer than it may has
-    gloo close all of a group's connections. It is tried of every rank: where the connection has
-    failed before, it closes no other.
+    gloo has no abort, and a group waits for its collectives when it is destroyed. But a receive
+    that times out makes gloo close all connections of the group. It is tried from every rank, since
+    one whose connection has already failed has no such effect.
     """
     group.abort()
     if dist.get_backend(group) != "gloo":

@@ -1,8 +1,8 @@
 """The part of a bucket that one engine rank reads.
 
-Under tensor or expert parallelism a rank reads a fraction of every bucket. An arrangement says
-which: bytes of the bucket's tensors, laid densely into a smaller buffer that takes the bucket's
-place. The engine makes it from its plan; whoever sends fills the buffer:
+Under tensor or expert parallelism a rank reads a fraction of every bucket. An arrangement lists the
+bytes that it reads, and their places in a smaller, dense buffer that is sent instead of the bucket.
+The engine makes it from its load plan, and the trainer fills the buffer:
 
     buffer[read.start : read.start + read.nbytes] = bytes of tensor `read.tensor`, at `read.offset`,
                                                     strided as `read.dims` and `read.run` say
@@ -20,10 +20,10 @@ import msgspec
 from sglang_loader.common.regions.geometry import StridedCopy
 
 Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
-"""A number, offset or stride: none that comes over the wire is negative."""
+"""A size, offset, stride or position on the wire: not negative."""
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
-"""Likewise, and at least 1."""
+"""A count on the wire: at least 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +46,12 @@ class Read:
 
     @property
     def nbytes(self) -> int:
-        """Bytes read, and bytes of the arranged buffer."""
+        """Number of bytes that are read."""
         return self.run * math.prod(count for count, _ in self.dims)
 
     @property
     def stop(self) -> int:
-        """Where the bytes end in the tensor."""
+        """End of the last byte read, as an offset in the tensor."""
         return self.offset + sum((count - 1) * stride for count, stride in self.dims) + self.run
 
     @property
@@ -64,22 +64,22 @@ class Read:
         return tuple(reversed(steps))
 
     def as_copy(self) -> StridedCopy:
-        """From the tensor to the arranged buffer."""
+        """The copy from the tensor to the arranged buffer."""
         pairs = zip(self.dims, self.steps, strict=True)
         dims = tuple((count, stride, step) for (count, stride), step in pairs)
         return StridedCopy(0, self.offset, self.start, dims, self.run)
 
     @classmethod
     def from_copy(cls, copy: StridedCopy, tensor: int) -> Read:
-        """Of a part of `as_copy()` that `split_copy` has made: it is dense in the buffer, too."""
+        """The read of a part of `as_copy()` that `split_copy` has made."""
         dims = tuple((count, stride) for count, stride, _ in copy.dims)
         return cls(tensor, copy.src, dims, copy.run, copy.dst)
 
 
 Arrangement: TypeAlias = tuple[Read, ...]
-"""What one rank reads of one bucket: no byte of the arranged buffer twice."""
+"""The reads of one rank from one bucket; none overlap in the arranged buffer."""
 
 
-def end_of(reads: Iterable[Read]) -> int:
+def arranged_nbytes(reads: Iterable[Read]) -> int:
     """Size of the arranged buffer, in bytes."""
     return max((read.start + read.nbytes for read in reads), default=0)

@@ -1,4 +1,4 @@
-"""Many copies into few: 18,867 weights of a 30 B MoE become some hundreds of strided copies.
+"""Joins many copies into few: 18,867 weights of a 30 B MoE become some hundreds of strided copies.
 
 Three steps, each exact:
 
@@ -8,8 +8,8 @@ Three steps, each exact:
    ...): `MAX_PERIOD` lanes at most.
 3. Step 2 once more, for progressions of progressions.
 
-Copies are reordered, so no two of them may write the same byte: `find_overlapping` names those that
-do, without a ledger as large as the model.
+Copies are reordered, so no two of them may write the same byte: `find_overlapping` finds those that
+do, without memory for every byte of the model.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _Shape: TypeAlias = tuple[int, tuple[Dim, ...], int, Unit]
 
 
 def coalesce(copies: Sequence[StridedCopy]) -> list[StridedCopy]:
-    """The fewest copies this module can find that move the same bytes to the same places. No two
-    may write the same byte (see `find_overlapping`); their sources may overlap.
+    """Fewer copies that move the same bytes to the same places. No two of `copies` may write the
+    same byte (see `find_overlapping`); their sources may overlap.
     """
     joined = join_adjacent(copies)
     return fold_progressions(fold_progressions(joined))

@@ -1,8 +1,8 @@
-"""Which bytes of a tensor some bytes of a view of it are.
+"""Maps bytes of an exported tensor to bytes of the parameter that it is a view of.
 
-A trainer's export gathers parameters and hands on views and copies of them: an expert of a fused
-weight, a tied embedding. `ByteMap` says which bytes of its parameter such a tensor is; `compose`
-says which bytes of the parameter a strided set of the tensor's bytes is:
+A trainer's export gathers parameters and returns views and copies of them: an expert of a fused
+weight, a tied embedding. `ByteMap` maps the bytes of such a tensor to bytes of its parameter, and
+`compose` turns a copy from the tensor into copies from the parameter:
 
     expert = ByteMap.of(Region(4096, (8, 16), (32, 1), 2))
     for read in compose_read(expert, Read(7, 32, (), 32, 0)): ...
@@ -26,11 +26,13 @@ Dims: TypeAlias = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class ByteMap:
-    """The n-th byte of a tensor, in C order, as a byte of the parameter's full, dense memory.
+    """Maps the n-th byte of a tensor, in C order, to a byte of the parameter's full, dense memory.
+
+    n is a number with one digit for each dimension, as an index of a C array is.
 
     Attributes:
-        offset: of the tensor's first byte.
-        dims: with as few dimensions as possible; their counts are the digits of n.
+        offset: place of the tensor's first byte.
+        dims: `(count, stride)` of as few dimensions as possible; digit i is below count i.
     """
 
     offset: int
@@ -38,7 +40,7 @@ class ByteMap:
 
     @classmethod
     def of(cls, region: Region) -> ByteMap:
-        """The bytes of a tensor's elements, in C order."""
+        """The map of a tensor whose elements lie in `region` of the parameter."""
         steps = [(n, s * region.itemsize) for n, s in zip(region.shape, region.stride, strict=True)]
         merged: list[tuple[int, int]] = []
         for count, stride in (*steps, (region.itemsize, 1)):
@@ -52,7 +54,7 @@ class ByteMap:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor."""
+        """Size of the tensor in bytes."""
         return math.prod(count for count, _ in self.dims)
 
     @property
@@ -61,30 +63,30 @@ class ByteMap:
         return len(self.dims) == 1 and self.dims[0][1] == 1
 
     @cached_property
-    def weights(self) -> tuple[int, ...]:
-        """What one step of each digit is worth."""
+    def place_values(self) -> tuple[int, ...]:
+        """By how much n grows if a digit grows by one."""
         return tuple(
             math.prod(count for count, _ in self.dims[i + 1 :]) for i in range(len(self.dims))
         )
 
     def digits(self, position: int) -> tuple[int, ...]:
-        """A position, or a stride, by dimension."""
+        """The digits of a position or of a stride."""
         found = []
-        for weight in self.weights:
-            digit, position = divmod(position, weight)
+        for value in self.place_values:
+            digit, position = divmod(position, value)
             found.append(digit)
         return tuple(found)
 
     def distance(self, digits: Sequence[int]) -> int:
-        """Bytes of the parameter between position 0 and the position of these digits."""
+        """Bytes in the parameter from position 0 to the position of these digits."""
         return sum(digit * stride for digit, (_, stride) in zip(digits, self.dims, strict=True))
 
 
 def compose(source: ByteMap, copy: StridedCopy) -> Iterator[StridedCopy]:
-    """A copy out of a tensor, `src` in its C order, as copies out of what that is a view of.
+    """A copy from a tensor, `src` in its C order, as copies from the parameter.
 
-    What no single strided set describes there is cut: at the ends of the tensor's own consecutive
-    bytes, and where a dimension does not fit into the tensor's.
+    It is cut where one strided set cannot describe it in the parameter: at the ends of the tensor's
+    consecutive bytes, and where a dimension of the copy spans several of the tensor's.
     """
     if source.is_dense:
         yield replace(copy, src=source.offset + copy.src)
@@ -110,8 +112,8 @@ def compose(source: ByteMap, copy: StridedCopy) -> Iterator[StridedCopy]:
 
 
 def compose_read(source: ByteMap, read: Read) -> Iterator[Read]:
-    """`compose` for what is dense in a buffer, where it stays dense; `tensor` is kept as it is."""
-    if source.is_dense:  # most are: without a detour by copies
+    """`compose` for a read; `tensor` stays the same."""
+    if source.is_dense:  # most are: faster than `compose`
         yield replace(read, offset=source.offset + read.offset)
         return
     for part in compose(source, read.as_copy()):
@@ -121,8 +123,10 @@ def compose_read(source: ByteMap, read: Read) -> Iterator[Read]:
 def shard_copies(
     source: ByteMap, starts: Sequence[int], copy: StridedCopy
 ) -> Iterator[tuple[int, StridedCopy]]:
-    """A copy out of a tensor as copies out of the shards that make up its parameter, in any order:
-    a shard's number, and a copy whose `src` counts in it. `starts`: of the shards, ascending.
+    """A copy from a tensor as pairs of a shard of its parameter and a copy from it, in any order.
+
+    Args:
+        starts: offset of each shard in the parameter, ascending.
     """
     for part in compose(source, copy):
         # The widest steps first: then a copy is cut once where a shard ends, not in every row.
@@ -133,7 +137,7 @@ def shard_copies(
 
 
 def _cut(source: ByteMap, copy: StridedCopy) -> list[StridedCopy]:
-    """A copy that carries from one of the tensor's dimensions into another, in smaller ones."""
+    """Cut a copy that spans several of the tensor's dimensions into smaller ones."""
     unit = copy.unit
     whole = (*copy.dims, (copy.run, unit.src_bytes, unit.dst_bytes))
     factored = _factored(source, copy.src, whole)
@@ -144,21 +148,21 @@ def _cut(source: ByteMap, copy: StridedCopy) -> list[StridedCopy]:
         (count, src, dst), *inner = copy.dims
         row = replace(copy, dims=tuple(inner))
         return [replace(row, src=copy.src + i * src, dst=copy.dst + i * dst) for i in range(count)]
-    # A row: what the run's units can go through before another digit counts on.
-    length = min((w for w in source.weights if w > unit.src_bytes), default=source.nbytes)
+    # A run: cut it where a higher digit than that of its units changes.
+    length = min((v for v in source.place_values if v > unit.src_bytes), default=source.nbytes)
     start, stop = copy.src_bounds()
     ends = {-(-start // length) * length, stop // length * length}
     return list(split_copy(copy, sorted(ends)))
 
 
 def _factored(source: ByteMap, offset: int, dims: tuple[Dim, ...]) -> tuple[Dim, ...] | None:
-    """The same dimensions with one split at the end of one of the tensor's; None if none can be."""
+    """The dimensions, with one split where a dimension of the tensor ends; None if none can be."""
     for i, (count, src, dst) in enumerate(dims):
-        for weight in source.weights[:-1]:
-            if src and src < weight and weight % src == 0:
-                inner = weight // src
-                fits = offset % weight + (inner - 1) * src < weight
+        for value in source.place_values[:-1]:
+            if src and src < value and value % src == 0:
+                inner = value // src
+                fits = offset % value + (inner - 1) * src < value
                 if fits and count > inner and count % inner == 0:
-                    split = ((count // inner, weight, inner * dst), (inner, src, dst))
+                    split = ((count // inner, value, inner * dst), (inner, src, dst))
                     return (*dims[:i], *split, *dims[i + 1 :])
     return None

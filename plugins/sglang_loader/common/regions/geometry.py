@@ -62,7 +62,7 @@ class Region:
         return self.offset, self.offset + (last + 1) * self.itemsize
 
     def runs(self) -> Runs:
-        """Where its bytes are; no runs at all where it is empty."""
+        """The runs of its bytes; none if it is empty."""
         if 0 in self.shape:
             return np.empty(0, dtype=np.int64), 0
         strides = [stride * self.itemsize for stride in self.stride]
@@ -91,7 +91,7 @@ class StridedCopy:
         return self.src, self.src + last + self.run * self.unit.src_bytes
 
     def dst_runs(self) -> Runs:
-        """Where it writes in the destination."""
+        """The runs that it writes in the destination."""
         return _expanded(self.dst, *self._dst_side())
 
     def num_dst_runs(self) -> int:
@@ -150,7 +150,7 @@ def describe_copy(storage: int, src: Region, dst: Region, unit: Unit) -> Strided
 def _one_side(
     counts: Iterable[int], strides: Iterable[int], run: int
 ) -> tuple[tuple[Dim, ...], int]:
-    """`collapse` for one side of a copy: `strides` and `run` in bytes; what is dense is one run."""
+    """`collapse` for one side of a copy: `strides` and `run` in bytes; dense bytes are one run."""
     return collapse(((n, s, s) for n, s in zip(counts, strides, strict=True)), run, BYTES)
 
 
@@ -163,8 +163,8 @@ def _expanded(start: int, dims: Iterable[Dim], run: int) -> Runs:
 
 
 def split_copy(copy: StridedCopy, starts: Sequence[int]) -> Iterator[StridedCopy]:
-    """The same moves as copies that each read from one piece of the source only; these begin at
-    `starts`, ascending, and each unit lies within one of them.
+    """The same moves as copies that each read from one piece of the source only. Pieces begin at
+    `starts`, ascending, and no unit crosses a start.
     """
     left = [copy]
     while left:
@@ -180,7 +180,7 @@ def split_copy(copy: StridedCopy, starts: Sequence[int]) -> Iterator[StridedCopy
 
 
 def _cut_run(copy: StridedCopy, starts: Sequence[int], i: int) -> Iterator[StridedCopy]:
-    """A copy without dimensions, cut where pieces from the `i`-th on begin; maybe thousands."""
+    """Cut a copy without dimensions at the starts from the `i`-th on; there may be thousands."""
     unit, src, dst, run = copy.unit, copy.src, copy.dst, copy.run
     while run:
         room = (starts[i] - src) // unit.src_bytes if i < len(starts) else run
@@ -191,7 +191,7 @@ def _cut_run(copy: StridedCopy, starts: Sequence[int], i: int) -> Iterator[Strid
 
 
 def _cut(copy: StridedCopy, room: int) -> list[StridedCopy]:
-    """The copy in two or more: one that reads fewer dimensions, or only the first `room` bytes."""
+    """Cut along the outermost dimension: first a part of up to `room` bytes, or one step."""
     (count, src_stride, dst_stride), *inner = copy.dims
     one = replace(copy, dims=tuple(inner))
     extent = one.src_bounds()[1] - copy.src

@@ -1,5 +1,4 @@
-"""Byte ranges as sorted, disjoint `(start, stop)` lists: which bytes of a storage an update writes,
-or needs.
+"""Byte ranges as sorted, disjoint lists of `(start, stop)`.
 
 written = merge([(0, 4), (4, 8), (16, 32)])     # [(0, 8), (16, 32)]
 contains(written, (2, 6))                       # True

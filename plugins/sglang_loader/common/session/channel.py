@@ -1,13 +1,13 @@
-"""One end of the sessions' socket: typed messages, bounded waits, and the peer's death noticed.
+"""One end of a session's socket: typed messages, bounded waits, and notice of the peer's death.
 
 A zmq PAIR: the trainer binds in a folder that only its user may enter (`ipc://`), or for an engine
-on another host at a free port (`tcp://`); the engine connects. A monitor on the socket reports when
-the peer's process is gone, at once and also across PID namespaces; a child that it forked meanwhile
-keeps its end open, and delays that.
+on another host at a free port (`tcp://`); the engine connects. A monitor on the socket reports at
+once when the peer's process is gone, also across PID namespaces, but not while a child that it has
+forked keeps its end open.
 
-The two ends differ in what a dead peer's last messages are worth. The trainer wants to read why its
-engine failed. The engine must not act on what a trainer sent that has given up since: on its end an
-Abort comes before all messages that wait, and nothing counts once the trainer is gone.
+The trainer still reads the last messages of a dead engine, which say why it failed. The engine must
+not act on messages of a trainer that has given up since: on its end an Abort overtakes the messages
+that wait, and these are dropped once the trainer is gone.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ SLICE_MS = 100
 CONNECT_TIMEOUT_S = 5.0
 GRACE_MS = 1000
 NEVER_MS = 24 * 3600 * 1000
-"""When a lost connection is made anew: another trainer's socket may have got the same port. With
-zmq's own "never", what had come before would be lost, too.
+"""Delay of a reconnection, which must not happen: another trainer may have got the same port. zmq's
+own "never" would also drop messages that have come before.
 """
 
 Received = TypeVar("Received", bound=FromTrainer | FromEngine)
@@ -41,7 +41,7 @@ Received = TypeVar("Received", bound=FromTrainer | FromEngine)
 
 class Channel(Generic[Received]):
     """Sends and receives the messages of one session. A context manager. The trainer's end binds.
-    `has_heard`: the peer has said something, even if that was refused.
+    `has_heard`: anything has come from the peer, even if it was refused.
     """
 
     def __init__(self, endpoint: str, *, bind: bool) -> None:
@@ -80,18 +80,18 @@ class Channel(Generic[Received]):
         self._poller.register(self._monitor, zmq.POLLIN)
 
     def begin(self, token: str, *, timeout_s: float) -> None:
-        """Begin the session: its token is added to what is sent, and expected of what is received;
-        no wait for a message takes longer than `timeout_s` seconds.
+        """Begin the session: each message sent or received must have its token, and no wait for a
+        message takes longer than `timeout_s` seconds.
         """
         self._token, self._timeout_s = token, timeout_s
 
     @property
     def bound_to(self) -> str:
-        """The address that the socket got where `endpoint` left it open."""
+        """The address that the socket was bound to."""
         return self._socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()  # type: ignore[union-attr]
 
     def send(self, kind: type[Any], **fields: Any) -> None:
-        """Send `kind(**fields)` with the session's token; never waits.
+        """Send `kind(**fields)` with the session's token, without waiting.
 
         Raises:
             SessionError: there is no peer.
@@ -107,8 +107,8 @@ class Channel(Generic[Received]):
     def receive(
         self, *, timeout_s: float | None = None, watch: Callable[[], None] | None = None
     ) -> Received:
-        """The peer's next message. `timeout_s`: another limit than the session's; `watch`: called
-        every `SLICE_MS`, ends the wait by raising.
+        """The peer's next message. `timeout_s`: a shorter limit than the session's; `watch`: called
+        every `SLICE_MS`, may end the wait by raising.
 
         Raises:
             SessionError: silence, a dead peer, a wrong token or version, or not a message.
@@ -132,7 +132,7 @@ class Channel(Generic[Received]):
                 try:
                     watch()
                 except Exception:
-                    # What the peer said before comes first, though another way was faster.
+                    # A message that the peer has sent before explains more than this error.
                     if self._socket.poll(GRACE_MS) and self.has_message():
                         return True
                     raise
@@ -145,7 +145,7 @@ class Channel(Generic[Received]):
         return True
 
     def wait_briefly(self) -> None:
-        """Wait for a message, or for the peer to go, `SLICE_MS` at most."""
+        """Wait up to `SLICE_MS` for a message or an event of the monitor."""
         if not self.has_message():
             self._poller.poll(SLICE_MS)
 
@@ -173,7 +173,7 @@ class Channel(Generic[Received]):
         return bool(self._received) and isinstance(self._received[0], wire.Abort)
 
     def _look_at_peer(self) -> None:
-        """Take note of what the monitor has seen."""
+        """Process the monitor's events."""
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
             if event == zmq.EVENT_CONNECTED:
@@ -189,7 +189,7 @@ class Channel(Generic[Received]):
         return message
 
     def close(self) -> None:
-        """Close the socket; what was sent still leaves for `LINGER_MS`."""
+        """Close the socket; zmq goes on sending for up to `LINGER_MS`."""
         self._close()
 
     def __enter__(self) -> Channel[Received]:
@@ -200,9 +200,9 @@ class Channel(Generic[Received]):
 
 
 def _close(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes], bound_at: Path | None) -> None:
-    """Also of a channel that nobody has closed: the garbage collector might close the monitor
-    first, and the next event for a monitor that nobody reads blocks zmq's thread for good, and with
-    it every socket of the process.
+    """Close the sockets in this order, also of a channel that was never closed: an event for a
+    monitor that is closed first would block zmq's thread, and every socket of the process, for
+    ever.
     """
     socket.disable_monitor()
     socket.close()
@@ -217,7 +217,7 @@ def trainer_end(endpoint: str) -> Channel[FromEngine]:
 
 
 def trainer_end_on_network(host: str) -> Channel[FromEngine]:
-    """Bind a new socket at a free port of all interfaces; `host` is what engines call this one."""
+    """Bind a new socket at a free port of all interfaces; `host`: this one's name for engines."""
     channel = trainer_end("tcp://*:*")
     port = channel.bound_to.rpartition(":")[2]
     channel.endpoint = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
@@ -225,11 +225,10 @@ def trainer_end_on_network(host: str) -> Channel[FromEngine]:
 
 
 def engine_end(endpoint: str, *, is_signed: bool = False) -> Channel[FromTrainer]:
-    """Connect to a trainer's socket; it may be on another host if it `is_signed`, that is, if the
-    trainer of this engine's update group vouches for it.
+    """Connect to a trainer's socket; on another host only if the descriptor `is_signed`.
 
     Raises:
-        SessionError: the address is not one.
+        SessionError: the address is not allowed.
     """
     if not is_signed:
         check_endpoint(endpoint)

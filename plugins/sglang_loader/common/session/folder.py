@@ -1,9 +1,9 @@
-"""The folder in which a trainer's process keeps its sessions' sockets.
+"""The private folder in which a trainer's process keeps the sockets of its sessions.
 
-A private folder `weight-sync-*` (mode 0700) holds the sockets, a list of the shared memory that the
-process handed out, and a file that the process keeps locked for as long as it lives, in whichever
-PID namespace. A process that was killed cannot clean up; the next one that makes a folder removes
-those that nobody holds the lock of, with the shared memory that they list.
+A folder `weight-sync-*` (mode 0700) holds the sockets, a list of the shared memory that the process
+has shared, and a file that it keeps locked as long as it lives. A process that was killed cannot
+clean up: the next one that makes a folder removes those without a lock, and the shared memory that
+they list.
 
     folder = SessionFolder()               # trainer
     endpoint = folder.new_endpoint()
@@ -52,12 +52,12 @@ class SessionFolder:
         self._finalizer = weakref.finalize(self, _remove_own, self.path, os.getpid())
 
     def new_endpoint(self) -> str:
-        """A zmq address that no socket has."""
+        """An unused zmq address in the folder."""
         self._num_sockets += 1
         return f"ipc://{self.path}/{self._num_sockets}"
 
     def record(self, handle: BufferHandle) -> None:
-        """Note the shared memory of a handle, so that it can be removed if this process cannot."""
+        """List the shared memory of a handle, which others remove if this process is killed."""
         name = handle.name if isinstance(handle, CpuHandle) else handle.counter_file
         if name not in self._listed:  # there may be thousands of handles in each sync
             self._listed.add(name)
@@ -66,9 +66,9 @@ class SessionFolder:
 
 
 def remove_orphans() -> None:
-    """Remove the folders that are ours and that no process owns."""
+    """Remove this user's folders whose process has died."""
     for path in _parent().glob(f"{PREFIX}*"):
-        with suppress(OSError):  # another process may be at it, or it was never ours
+        with suppress(OSError):  # another process may remove it too, or it is not such a folder
             lock = _try_lock(path) if _is_private(path) else None
             if lock is None:
                 continue
@@ -87,11 +87,7 @@ def _parent() -> Path:
 
 
 def check_endpoint(endpoint: str) -> None:
-    """Refuse an address that is not a socket in such a folder of this user.
-
-    Raises:
-        SessionError: it is anything else; an engine must not wait there for an answer.
-    """
+    """Raise SessionError unless the address is a socket in such a folder of this user."""
     path = Path(endpoint.removeprefix("ipc://"))
     with suppress(OSError, ValueError):
         if (
@@ -108,7 +104,7 @@ def check_endpoint(endpoint: str) -> None:
 
 
 def _remove_own(path: Path, owner: int) -> None:
-    """A child that the owner forked leaves the folder alone when it ends."""
+    """Remove the folder, but not in a forked child of its owner."""
     if os.getpid() == owner:
         shutil.rmtree(path, ignore_errors=True)
 
@@ -123,8 +119,8 @@ def _try_lock(path: Path) -> TextIO | None:
     """The folder's lock, held until it is closed; None if a living process holds it.
 
     Raises:
-        FileNotFoundError: there is none. It is not made here: a folder that another process removes
-            at this moment would be left with a new lock in it.
+        FileNotFoundError: there is none. Making one here could leave it in a folder that another
+            process is removing.
     """
     file = (path / _LOCK).open("r+")
     try:

@@ -1,8 +1,7 @@
 """Messages of one sync session between a trainer rank and an engine rank, on its device or another.
 
-A descriptor is all that the `update_weights_from_tensor` request has that opens the session;
-everything else goes over a socket that the trainer binds, in a private folder of the host that they
-share:
+The `update_weights_from_tensor` request that opens a session has only its descriptor. All else goes
+over a socket that the trainer binds, in a private folder of the host that they share:
 
     engine                                   trainer
     Hello(what it has and holds)      ->
@@ -19,23 +18,23 @@ share:
                                       <-     Abort(reason), at any time
     Failed(traceback), at any time    ->
 
-Nothing is published that the trainer has not confirmed: its memory held what it was to hold until
-the engine had read it, on every rank. Nor is a set of tensors that the engine finds not to fit its
-model: each TP rank looks at what became of it before Loaded, and all judge it together after the
-Commit. An Abort, or the trainer's death, overtakes whatever was sent before it: an engine that was
-held up must not act on what its trainer has given up meanwhile.
+The engine publishes weights only after the Commit, by which the trainer confirms that on every rank
+its memory was unchanged until it was read, and only if they fit the model: each TP rank looks at
+the uses of the tensors before Loaded, and all judge them together after the Commit. An Abort, or
+the trainer's death, overtakes all earlier messages: a slow engine must not act on a sync that its
+trainer has given up.
 
 Hello names the arrangements by which buckets may come in this sync (see `layout`); any bucket may
-come whole. Loaded brings the trainer arrangements that it does not know.
+come whole. Loaded brings the arrangements that the trainer does not have yet.
 
 An engine on other devices has a session with the trainer's first rank, over TCP, and gets the bytes
-in an update group (`broadcast.update_group`): by broadcast, or from all trainer ranks, which send
-what it reads of their shards; a LoadBucket's pieces say where it is in what is received. It answers
-Receiving as soon as a buffer is free and it has begun to receive; when all engine ranks have, the
-trainer begins to send. So nothing that the trainer sends waits for an engine that has failed: gloo
-cannot abort that. If Loaded says that it is on the trainer's own host, it may map the trainer
-ranks' parameters instead. The descriptor is signed with what only the group's ranks know, so that
-an engine connects to nobody else.
+in an update group (`broadcast.update_group`): by broadcast, or from all trainer ranks, each of
+which sends the part of its shards that the engine reads; a LoadBucket's pieces then lie in what was
+received. The engine answers Receiving when a buffer is free and it has begun to receive; the
+trainer sends when all engine ranks have, so that it never waits in gloo, which has no abort, for an
+engine that has failed. If Loaded names the trainer's own host, the engine may map the trainer
+ranks' parameters instead. The descriptor is signed with a secret of the group's ranks, so that an
+engine connects to nobody else.
 
 Every message carries the version and the session's token. msgspec rejects a missing field, a wrong
 type, a number out of its range or an unknown field; nothing is unpickled. The version changes
@@ -61,16 +60,15 @@ SESSION_FORMAT = "sglang_loader.session"
 
 
 MAX_TIMEOUT_S = 86_400.0
-"""Longest silence that a descriptor may ask an engine to tolerate, in seconds: an engine that waits
-for a trainer serves nobody."""
+"""Largest `timeout_s` of a descriptor: an engine that waits for a trainer serves no requests."""
 
 
 Words: TypeAlias = Annotated[int, msgspec.Meta(ge=0, multiple_of=8)]
-"""Bytes, as an all-to-all moves them."""
+"""A number of bytes that are whole words of an all-to-all."""
 
 
 class SessionError(RuntimeError):
-    """The session broke: protocol violated, peer gone or silent."""
+    """The session failed: the peer violated the protocol, is gone, or is silent."""
 
 
 class SessionDescriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -81,18 +79,18 @@ class SessionDescriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         endpoint: zmq address that the trainer rank has bound.
         token: random; each message must carry it.
         timeout_s: longest silence that either side tolerates, in seconds.
-        uses_plan: replay a load plan, or make one; False: every bucket goes through the model's
-            own loader.
-        manifest_check: publish nothing ("error"), or say so ("warn"), if the tensors that came do
-            not fit the model or are not all of it; "off": nobody looks.
+        uses_plan: replay a load plan, or make one; False: load every bucket with the model's own
+            loader.
+        manifest_check: if the tensors do not fit the model or are not all of it, fail ("error") or
+            reply with a remark ("warn"); "off": do not check.
         recheck_every_n_syncs: check the load plan against the model's own loader in every n-th
             sync; 0: only when it is made.
-        syncs_draft: with speculative decoding: load a draft model as well as its target.
-        host: of the trainer rank, see `Loaded`.
-        group: name of the update group in which the buckets come that are not `read_only`; "":
-            the engine maps all.
-        senders: name of the one in which all trainer ranks send, too; "": there is none.
-        signature: see `signed`; "" where there is no group.
+        syncs_draft: with speculative decoding, load the draft model as well as its target.
+        host: the trainer rank's, see `Loaded`.
+        group: name of the update group in which buckets come, unless they are `read_only`; "": the
+            engine maps all.
+        senders: name of the update group in which all trainer ranks send; "" if there is none.
+        signature: see `signed`; "" without a group.
     """
 
     version: int
@@ -115,11 +113,11 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unkno
 
 
 class Hello(_Message, frozen=True, kw_only=True):
-    """Engine: here I am.
+    """Engine: ready for the session.
 
     Attributes:
-        buffers: those that are still mapped from an earlier session.
-        arrangements: digest of those by which buckets may come arranged; "": all must be whole.
+        buffers: names of buffers that are still mapped from an earlier session.
+        arrangements: digest of the arrangements by which buckets may come; "": all must be whole.
     """
 
     buffers: list[str]
@@ -127,17 +125,17 @@ class Hello(_Message, frozen=True, kw_only=True):
 
 
 class Welcome(_Message, frozen=True, kw_only=True):
-    """Trainer: go on."""
+    """Trainer: LoadBucket messages will follow."""
 
 
 class SharedBuffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A buffer of the trainer, which `slot` names from now on.
+    """A buffer of the trainer that pieces lie in.
 
     Attributes:
-        slot: number within this session.
-        name: of one block of memory for as long as it is allocated.
-        handle: None where the engine still has the buffer mapped: torch counts the receivers of a
-            handle, so each handle is sent once.
+        slot: its number in the pieces of this session. name: identifies one block of memory for as
+        long as it is allocated. handle: None if the engine still has the buffer mapped. Each handle
+        is sent once, since torch
+            counts its receivers.
         keep: keep the buffer mapped after the session.
     """
 
@@ -152,13 +150,13 @@ class BucketPiece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
     Attributes:
         slot: the buffer.
-        offset: of the piece's first byte in that buffer; in the shards, where there are some.
-        start: of the piece's first byte in the bucket's layout.
+        offset: offset of the first byte in that buffer, or in the concatenated `shards`.
+        start: offset of the first byte in the bucket's layout.
         nbytes: length.
-        dims: `(count, stride in bytes)`, outermost first: the counts are the digits of the n-th
-            byte of the piece; (): the bytes are consecutive.
-        shards: `(slot, offset, length)` of what the bytes are spread over, put one behind another;
-            the first is in `slot`; (): they are in one buffer.
+        dims: `(count, stride in bytes)`, outermost first, as in `ByteMap`; () if the bytes are
+            consecutive.
+        shards: `(slot, offset, length)` of parts of buffers that the bytes are spread over, the
+            first in `slot`; () if they are in one buffer.
     """
 
     slot: Size
@@ -174,17 +172,16 @@ class LoadBucket(_Message, frozen=True, kw_only=True):
 
     Attributes:
         index: position in the session, from 0.
-        buffers: those that its pieces are the first to lie in.
-        pieces: where its bytes are, by ascending `start`: one piece where it was packed, several
-            where it is exchanged or pulled; of one that is broadcast or sent, in what is
-            received, as slot 0. Encoded, see `encode_pieces`: they are the same in most syncs.
-        layout: encoded, see `layout`; likewise.
-        read_only: the pieces are trainer ranks' own memory, which the engine maps also in a session
-            with a group, and may part a tensor anywhere.
-        arranged: the bytes are those that the engine reads, as its Hello names them; False: as the
-            layout says.
-        receives: of one that is sent: for each all-to-all in which it comes the bytes from each
-            rank of the group; they lie one behind the other.
+        buffers: buffers of its pieces that no earlier bucket of this session had.
+        pieces: where its bytes are, by ascending `start`: one piece if it was packed, several if it
+            is exchanged or pulled; in slot 0, the receive buffer, if it is broadcast or sent. As
+            `encode_pieces` writes them, since they are the same in most syncs.
+        layout: as `encode_layout` writes it, for the same reason.
+        read_only: the pieces are the trainer ranks' own parameters, which the engine maps also in a
+            session with a group; pieces may end anywhere in a tensor.
+        arranged: only the arranged bytes come, by the arrangements that Hello names.
+        receives: for each all-to-all in which the bucket is sent, the bytes from each rank of the
+            group; they are received one after the other.
     """
 
     index: int
@@ -197,8 +194,8 @@ class LoadBucket(_Message, frozen=True, kw_only=True):
 
 
 class Finish(_Message, frozen=True, kw_only=True):
-    """Trainer: everything was sent; the counts of the whole session. Buckets may be in flight yet.
-    `arrangements`: digest of those that the trainer knows; None: it wants none.
+    """Trainer: all buckets were announced; the counts of the whole session. `arrangements`: digest
+    of those that the trainer has; None: it wants none.
     """
 
     num_buckets: int
@@ -207,44 +204,43 @@ class Finish(_Message, frozen=True, kw_only=True):
 
 
 class Commit(_Message, frozen=True, kw_only=True):
-    """Trainer: every rank's engine has read what it was to read; publish it."""
+    """Trainer: all engine ranks have read all buckets; publish the weights."""
 
 
 class Abort(_Message, frozen=True, kw_only=True):
-    """Trainer: the sync failed elsewhere."""
+    """Trainer: the sync has failed."""
 
     reason: str
 
 
 class BucketDone(_Message, frozen=True, kw_only=True):
-    """Engine: the device has finished with the bucket."""
+    """Engine: the device has finished with the bucket, whose memory may be written again."""
 
     index: int
 
 
 class Receiving(_Message, frozen=True, kw_only=True):
-    """Engine: it receives the bucket from now on, and the trainer may send it."""
+    """Engine: it is ready to receive the bucket, and the trainer may send it."""
 
     index: int
 
 
 MAKING_PLAN = "the plan is being made"
-"""`Loaded.reason` of a first sync, which is as it should be."""
+"""`Loaded.reason` of a first sync, which is no problem."""
 
 
 class Loaded(_Message, frozen=True, kw_only=True):
-    """Engine: all weights of this rank are in place, and no memory of the trainer's is read more.
+    """Engine: all weights of this rank are in place; it has stopped reading the trainer's memory.
 
     Attributes:
         num_replayed: buckets loaded by the compiled plan.
         num_eager: buckets loaded by the model's own loader.
-        reason: why not all were replayed.
-        may_read_in_place: a plan holds: buckets may be the trainer's memory.
-        host: equal in processes that can map each other's memory, as far as the engine knows.
-        arrangements: encoded, for later syncs; None where there is nothing that the trainer wants.
-        seconds: how the engine rank spent the session: "waiting" for the trainer with nothing to
-            do, "launching" (its own Python, and whatever is loaded eagerly), "copying" (the device
-            had yet to finish).
+        reason: why not all were replayed, or None.
+        may_read_in_place: a plan holds, so that later buckets may be the trainer's own memory.
+        host: the same in processes that may be able to map each other's memory.
+        arrangements: encoded, for later syncs; None if the trainer has them or wants none.
+        seconds: how the engine rank spent the session: "waiting" for the trainer, "launching"
+            (Python code and eager loads), "copying" (waiting for the device).
     """
 
     num_replayed: int
@@ -257,9 +253,8 @@ class Loaded(_Message, frozen=True, kw_only=True):
 
 
 class Published(_Message, frozen=True, kw_only=True):
-    """Engine: the weights are in place on all TP ranks, and what was cached of the old is gone.
-
-    The reply to the request that opened the session says the same, later.
+    """Engine: the weights are in place on all TP ranks, and the prefix cache was dropped. The reply
+    to the request that opened the session says the same, later.
     """
 
 
@@ -268,7 +263,7 @@ class Failed(_Message, frozen=True, kw_only=True):
 
     Attributes:
         traceback: with the TP rank.
-        cannot_map: nothing was read, because this process cannot map the trainer's memory.
+        cannot_map: this process cannot map the trainer's memory, and has read nothing.
     """
 
     traceback: str
@@ -286,38 +281,35 @@ _descriptor = msgspec.json.Decoder(SessionDescriptor)
 
 
 def encode(message: FromTrainer | FromEngine) -> bytes:
-    """Serialise a message."""
     return _encoder.encode(message)
 
 
 def encode_pieces(pieces: Sequence[BucketPiece]) -> bytes:
-    """Serialise where a bucket's bytes are; `decode_pieces` gives the list back."""
     return _encoder.encode(pieces)
 
 
 def decode_pieces(data: bytes) -> list[BucketPiece]:
-    """Parse what `encode_pieces` wrote; SessionError is raised if it is something else."""
+    """Parse the output of `encode_pieces`, or raise SessionError."""
     return _decode(_pieces, data)  # type: ignore[no-any-return]
 
 
 def decode_from_trainer(data: bytes) -> FromTrainer:
-    """Parse what an engine received; SessionError is raised if it is no message of a trainer."""
+    """Parse a message of a trainer, or raise SessionError."""
     return _decode(_from_trainer, data)  # type: ignore[no-any-return]
 
 
 def decode_from_engine(data: bytes) -> FromEngine:
-    """Parse what a trainer received; SessionError is raised if it is no message of an engine."""
+    """Parse a message of an engine, or raise SessionError."""
     return _decode(_from_engine, data)  # type: ignore[no-any-return]
 
 
 def encode_descriptor(descriptor: SessionDescriptor) -> bytes:
-    """Serialise a descriptor."""
     return msgspec.json.encode(descriptor)
 
 
 def decode_descriptor(data: bytes) -> SessionDescriptor:
-    """Parse a descriptor; SessionError is raised if it is none, or of another version. Its endpoint
-    is checked by `channel.engine_end`, which connects to it.
+    """Parse a descriptor of our version, or raise SessionError. `channel.engine_end` checks its
+    endpoint.
     """
     try:
         descriptor = _descriptor.decode(data)
@@ -328,9 +320,7 @@ def decode_descriptor(data: bytes) -> SessionDescriptor:
 
 
 def signed(descriptor: SessionDescriptor, secret: bytes) -> SessionDescriptor:
-    """The descriptor of a session with a group, with a code over all of its fields; for the secret
-    see `update_group.secret_of`.
-    """
+    """The descriptor, with a signature over all of its fields by the `secret_of` its group."""
     unsigned = msgspec.structs.replace(descriptor, signature="")
     unsigned = _descriptor.decode(encode_descriptor(unsigned))  # 60 seconds arrive as 60.0
     code = hashlib.blake2b(encode_descriptor(unsigned), key=secret, digest_size=16)
@@ -338,7 +328,7 @@ def signed(descriptor: SessionDescriptor, secret: bytes) -> SessionDescriptor:
 
 
 def check_signature(descriptor: SessionDescriptor, secret: bytes) -> None:
-    """Raise SessionError unless the trainer of this group has made the descriptor as it is."""
+    """Raise SessionError unless the descriptor was signed with this secret and not changed."""
     expected = signed(descriptor, secret).signature
     if not hmac.compare_digest(descriptor.signature.encode(), expected.encode()):
         raise SessionError(

@@ -1,16 +1,16 @@
-"""The client of one server: API keys, timeouts, and what is sent again.
+"""HTTP client of one server, with API keys, timeouts and retries.
 
-Every operation either succeeded on the server or raised a `ServerError`. Sent again is, after
+Every operation either succeeds on the server or raises a `ServerError`. Retries:
 
-- no connection: any operation, `CONNECT_ATTEMPTS` times; nothing was executed;
-- no reply in time, or a broken connection: idempotent operations, `ATTEMPTS` times; others never,
-  because they may have been executed;
-- a reply, good or bad: nothing.
+- if no connection was made, any operation is tried `CONNECT_ATTEMPTS` times in all;
+- if the connection broke, or no reply came in time, idempotent operations are tried `ATTEMPTS`
+  times; others may have been executed, and are not tried again;
+- after a reply, good or bad, nothing is tried again.
 
 So an operation whose server is silent ends within `ATTEMPTS` x its timeout, plus a few seconds for
-the connections. Each has a thread and a connection of its own: a trainer calls from short-lived
-event loops (`asyncio.run` for each stage), from one that it blocks meanwhile, and from threads
-without one.
+the connections. Each operation has its own thread and connection, since a trainer calls from
+short-lived event loops (`asyncio.run` for each stage), from a loop that it blocks, and from threads
+without a loop.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class SGLangServerClient:
 
     Args:
         base_url: such as "http://10.0.0.1:30000" or "http://[::1]:30000".
-        timeout_s: limit of one request, in seconds: of the wait for its reply, or for more of it.
+        timeout_s: limit of the wait for a reply, or for its next part, in seconds.
         timeouts_s: other limits for some operations, by `operations.LIMITS`.
-        admin_api_key: SGLang's `admin_api_key`; its control endpoints want this one if it is set.
+        admin_api_key: SGLang's `admin_api_key`, which its control endpoints need if it is set.
         rank: the trainer's rank, for errors.
         replica: the rollout replica, for errors.
     """
@@ -72,13 +72,13 @@ class SGLangServerClient:
         self._replica = replica
 
     def submit(self, call: Call) -> Future[Any]:
-        """Start one operation; the future gets its reply, decoded if it is JSON, or a `ServerError`
-        of which the class says what happened. One that is cancelled is not sent again.
+        """Start one operation; the future gets its reply, decoded if it is JSON, or a
+        `ServerError`. Cancelling the future only prevents retries.
         """
         return in_thread(lambda future: self._send(call, future), "sglang-server-client")
 
     def run(self, call: Call) -> Any:
-        """The reply of one operation, once it has succeeded; else `ServerError`."""
+        """Run one operation; returns its reply, or raises a `ServerError`."""
         return self._send(call, Future())
 
     def _send(self, call: Call, future: Future[Any]) -> Any:

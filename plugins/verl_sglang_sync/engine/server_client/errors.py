@@ -9,9 +9,9 @@ class ServerError(RuntimeError):
     Attributes:
         endpoint: URL of the request; "" only while Ray unpickles the error.
         status: HTTP status of the reply; None if there was none.
-        message: the server's message, or what happened instead of a reply.
-        rank: the trainer's rank that asked; None outside of a trainer.
-        replica: the rollout replica that was asked.
+        message: the server's message, or why there was no reply.
+        rank: the trainer's rank; None outside of a trainer.
+        replica: number of the rollout replica, or None.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class ServerUnreachable(ServerError):
 
 
 class ReplyLost(ServerError):
-    """No whole reply came, in time or at all; the request may have been executed."""
+    """No complete reply came in time; the request may have been executed."""
 
 
 class NotAuthorized(ServerError):
@@ -57,4 +57,4 @@ class RequestFailed(ServerError):
 
 
 class RouterError(ServerError):
-    """SGLang's router did not do what it was asked; the message names router and server."""
+    """A request to SGLang's router failed; the message names router and server."""

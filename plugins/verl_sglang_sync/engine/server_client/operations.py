@@ -1,4 +1,4 @@
-"""The server's operations, the requests that they become, and base URLs: nothing is sent here."""
+"""The server's operations, their requests, and base URLs; `client` sends them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ LIMITS: tuple[str, ...] = get_args(Limit)
 
 @dataclass(frozen=True)
 class Operation:
-    """One endpoint, and by which of the timeouts it is limited.
+    """One endpoint.
 
     Attributes:
         path: without the leading slash.
-        idempotent: it may be sent again although it may have been executed.
-        admin: SGLang wants the admin key, if one is set.
-        confirmed: it has succeeded only if the reply says `"success": true`.
+        limit: which of the user's `timeouts_s` applies.
+        idempotent: it may be executed twice.
+        admin: SGLang needs the admin key, if one is set.
+        confirmed: it has succeeded only if the reply has `"success": true`.
     """
 
     path: str
@@ -48,7 +49,7 @@ MODEL_INFO = Operation("model_info", "GET", limit="info", idempotent=True, admin
 
 @dataclass(frozen=True)
 class Call:
-    """One operation with its arguments, as it goes out; `sent` is set once it has."""
+    """One operation with its arguments; `sent` is set when the request has left."""
 
     operation: Operation
     payload: Mapping[str, Any] | None = None
@@ -74,15 +75,14 @@ def update_weights(
     weight_version: str | None = None,
     sent: threading.Event | None = None,
 ) -> Call:
-    """Load one bucket, or those of one session.
+    """Update the weights, for example by one session.
 
     Args:
         handles: one entry per TP rank, such as a session's descriptors.
         load_format: names the loader in the engine.
-        flush_cache: drop the prefix cache; fails where requests run.
-        weight_version: what `/model_info` reports from then on; None leaves it as it is.
-        sent: set when the request has left. A caller that goes on computing holds Python's lock,
-            and would keep the client's thread from sending it.
+        flush_cache: drop the prefix cache; fails while requests run.
+        weight_version: reported by `/model_info` from then on; None leaves it as it is.
+        sent: see `Call`.
     """
     payload = {
         "serialized_named_tensors": [base64.b64encode(item).decode() for item in handles],
@@ -102,7 +102,7 @@ def init_update_group(
     group_name: str,
     backend: str,
 ) -> Call:
-    """Have the engine's TP ranks join a process group with the trainer; returns when all have."""
+    """Have the engine's TP ranks join a process group; the reply comes when all have joined."""
     return Call(INIT_GROUP, locals())  # SGLang names its fields as the arguments above
 
 
@@ -116,9 +116,9 @@ def load_adapter(
     """Serve a LoRA adapter; SGLang refuses a name that it serves already.
 
     Args:
-        config: what PEFT writes to `adapter_config.json`.
-        tensors: by name, pickled with what is in them; every TP rank reads all of them.
-        num_copies: one for each TP rank; None: they share one (SGLang 0.5.14).
+        config: PEFT's `adapter_config.json`.
+        tensors: pickled tensors by name, all of which every TP rank reads.
+        num_copies: send a copy for each TP rank; None: they share one (SGLang 0.5.14).
     """
     text = base64.b64encode(tensors).decode()
     copies: dict[str, Any] = (
@@ -130,7 +130,7 @@ def load_adapter(
 
 
 def unload_adapter(name: str) -> Call:
-    """Serve an adapter no more, once the requests that use it have ended."""
+    """Stop serving an adapter when the requests that use it have ended."""
     return Call(UNLOAD_ADAPTER, {"lora_name": name})
 
 

@@ -38,15 +38,15 @@ NO_SUCH_ROUTE = (404, 405)
 
 
 class Worker(msgspec.Struct, frozen=True):
-    """A server among a router's workers, with the router's id; 0.1 knows it by its URL alone."""
+    """A server among a router's workers; `id`: the router's, None in version 0.1."""
 
     url: str
     id: str | None
 
 
 class RouterClient:
-    """Client of one router; `timeout_s`, in seconds, limits a request, and the wait until a
-    server is taken.
+    """Client of one router; `timeout_s` limits a request, and the wait until a server is healthy,
+    in seconds.
     """
 
     def __init__(self, url: str, *, timeout_s: float, api_key: str | None = None) -> None:
@@ -55,14 +55,15 @@ class RouterClient:
         self._client = SGLangServerClient(self._url, timeout_s=timeout_s, api_key=api_key)
 
     def add(self, url: str, *, api_key: str | None = None) -> Worker:
-        """Add the server at `url`, as the router reaches it, to the workers; returns when the
-        router sends it requests. A server that is among them already stays as it is.
+        """Add a server to the workers, if it is not one already; returns when the router sends it
+        requests.
 
         Args:
-            api_key: the server's own, which the router must send to it.
+            url: the server's address as the router reaches it.
+            api_key: the server's, which the router must send to it.
 
         Raises:
-            RouterError: the router did not take it; names router, endpoint, status and message.
+            RouterError: the router did not add it; names router, endpoint, status and message.
         """
         payload = {"url": url} | ({} if api_key is None else {"api_key": api_key})
         try:
@@ -72,15 +73,15 @@ class RouterClient:
                 if error.status not in NO_SUCH_ROUTE:
                     raise
                 return self._add_by_query(payload)
-            known = reply.get("worker_id") if isinstance(reply, dict) else None
-            worker = Worker(url, known or url)
+            worker_id = reply.get("worker_id") if isinstance(reply, dict) else None
+            worker = Worker(url, worker_id or url)
             self._wait_until_healthy(worker)
         except ServerError as error:
             raise self._named(f"did not take the server {url}", error) from error
         return worker
 
     def remove(self, worker: Worker) -> None:
-        """Take a server out, which the router need not know any more; raises as `add`."""
+        """Remove a server, if it is still among the workers; raises as `add`."""
         try:
             if worker.id is None:
                 self._client.run(Call(_operation("remove_worker"), query={"url": worker.url}))
@@ -92,7 +93,7 @@ class RouterClient:
                 raise self._named(what, error) from error
 
     def _add_by_query(self, query: dict[str, str]) -> Worker:
-        """Remove and add it: this protocol refuses to add a URL that the router has already."""
+        """Remove and add it: this protocol refuses a URL that is among the workers."""
         self._client.run(Call(_operation("remove_worker"), query={"url": query["url"]}))
         self._client.run(Call(_operation("add_worker"), query=query))
         return Worker(query["url"], None)
@@ -116,7 +117,7 @@ class RouterClient:
             time.sleep(POLL_S)
 
     def _look_up(self, operation: Operation) -> dict[str, Any]:
-        """What the router reports of a worker; empty before its job has begun."""
+        """The router's report on a worker; empty before its job has begun."""
         try:
             reply = self._client.run(Call(operation))
         except RequestFailed as error:

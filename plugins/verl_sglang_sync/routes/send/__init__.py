@@ -1,1 +1,1 @@
-"""Buckets that all trainer ranks send to engines on other devices, each of its own shards."""
+"""Route "send": all trainer ranks send parts of their shards to engines on other devices."""

@@ -1,8 +1,8 @@
 """Delivery of buckets that all trainer ranks send, in step with each other.
 
-For each all-to-all the ranks agree once: every engine rank receives it, and the one before the last
-has left, whose scratch this one is packed in. So nobody waits within a collective for a rank that
-has failed, and a rank that is stopped is missed by the others' next agreement.
+Before each all-to-all the ranks agree that every engine rank receives it, and that the one before
+the last, whose scratch it is packed in, is done. So no rank waits in a collective for one that has
+failed, and a rank that hangs is found in the next agreement.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class SendDelivery(GroupDelivery):
 
     Args:
         plan: what this rank sends.
-        found: by bucket, then by engine rank, how that finds it; on the first rank.
+        found: on the first rank, by bucket and engine rank, how that finds the bucket.
         group: the process group of all trainer ranks and engine ranks.
-        device: of the shards.
+        device: device of the shards.
     """
 
     def __init__(
@@ -72,12 +72,12 @@ class SendDelivery(GroupDelivery):
         return True
 
     def make_room(self) -> None:
-        """See `Delivery`: nothing, what is sent is packed when there is room."""
+        """Do nothing: `deliver` waits for room before it packs."""
 
     def _start(self, number: int, index: int) -> None:
         moves, nothing = self._plan.all_to_all, self._nothing
         try:
             moves.pack(number)
-        finally:  # without these bytes the other ranks would hang: that they fail is agreed later
+        finally:  # also after a failure, which is agreed on later: the other ranks would hang
             work = moves.launch(number, nothing, [0] * self._num_ranks, self._group)
             self._travelling.append((index, Transfer(work, nothing.device)))

@@ -1,14 +1,12 @@
-"""Route "send": every trainer rank sends every engine rank what that reads of its shards.
+"""Route "send": every trainer rank sends every engine rank the part of its shards that it reads.
 
-For engines on other devices (disaggregated), instead of gathering all weights on the first trainer
-rank and broadcasting them: each byte that an engine rank reads travels once, from a trainer rank
-that holds it (`exchange_plan.plan_reader` makes sure), and that rank compares it: what it would
-send, found as the engine rank would find it, with the full export. See `shard_route`; all trainer
-ranks and engine ranks are one process group (`engine.update_groups`), and no rank packs more than a
-bucket at a time.
+For engines on other devices (disaggregated), instead of a broadcast of all weights by the first
+trainer rank. Each byte that an engine rank reads is sent once, by a trainer rank that holds it
+(`exchange_plan.plan_reader` checks that). In the proof that rank compares it with the full export,
+found as the engine rank would find it. See `shard_route`; all trainer ranks and engine ranks are
+one process group (`engine.update_groups`), and no rank packs more than a bucket at a time.
 
-The engine ranks unpack nothing: their load plans read in what they receive, as in memory that is
-pulled.
+The engine ranks unpack nothing: their load plans read from the receive buffers.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from verl_sglang_sync.sources.bucket_stream import Batch
 
 
 class Send(ShardRoute):
-    """See `ShardRoute`; `process_group`: that of all trainer ranks and engine ranks, in a sync."""
+    """See `ShardRoute`; `process_group` returns that of all trainer and engine ranks in a sync."""
 
     not_taken = "the first trainer rank gathers all weights and broadcasts them to all engines"
 
@@ -61,8 +59,8 @@ class Send(ShardRoute):
 
 @dataclass(eq=False)
 class SentBuckets(SyncSource):
-    """The buckets of one sync, sent by all trainer ranks, once the plan's all-to-all has begun. The
-    engines must hold the arrangements that the plan is for.
+    """The buckets of one sync, sent by all trainer ranks to engines that hold the arrangements of
+    the plan, whose all-to-all has begun.
     """
 
     _route: Send
@@ -91,7 +89,7 @@ class SentBuckets(SyncSource):
 
 
 def pair_bytes(found: Sequence[Sequence[Received]], num_trainers: int) -> list[list[int]]:
-    """Bytes that each pair of ranks exchanges, by trainer rank and engine rank; pure."""
+    """Bytes that each trainer rank sends each engine rank, by trainer rank and engine rank."""
     return [
         [sum(each.payloads[trainer] for each in buckets) for buckets in zip(*found, strict=True)]
         for trainer in range(num_trainers)
@@ -101,14 +99,14 @@ def pair_bytes(found: Sequence[Sequence[Received]], num_trainers: int) -> list[l
 def _difference(
     plan: ShardPlan, device: torch.device, index: int, tensors: Sequence[torch.Tensor] | None
 ) -> str | None:
-    """Pack a bucket, and compare what each engine rank would find with what was exported."""
+    """Pack a bucket, and compare the bytes for each engine rank with the exported tensors."""
     if tensors is None:
         return None
     numbers, first = plan.all_to_all.numbers_of(index), plan.first_reader
     for rank, arrangement in enumerate(plan.reads[index][first:], first):
         whole = gather_reads(arrangement, tensors, device)
         found = received([plan.sends[index][rank]], len(numbers), joins=False)
-        start = 0  # of what one all-to-all brings; no piece comes in two of them
+        start = 0  # of the bytes of one all-to-all; no piece is in two of them
         for number in numbers:  # packed for each engine rank anew: the scratch holds two of them
             packed, sizes = plan.all_to_all.pack(number)
             part = packed.split(list(sizes))[rank]

@@ -1,1 +1,1 @@
-"""What routes "exchange" and "send" share: trainer ranks send of their shards what engines read."""
+"""Common to routes "exchange" and "send": trainer ranks send the parts of shards that are read."""

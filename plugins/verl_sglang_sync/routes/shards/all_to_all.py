@@ -1,7 +1,7 @@
-"""Packs what a trainer rank sends of its shards, and sends it, piece by piece.
+"""Packs the parts of a trainer rank's shards that it sends, and sends them piece by piece.
 
 moves = AllToAll(pieces, device)           # by bucket, see `exchange_plan.pieces_of`
-moves.begin(shards)                        # of a sync
+moves.begin(shards)                        # at the beginning of a sync
 for number in moves.numbers_of(bucket):
     moves.pack(number)                     # into the scratch of the piece two before
     work = moves.launch(number, received, sizes, group)
@@ -21,12 +21,12 @@ from sglang_loader.common.fused_copies import FusedCopies
 from verl_sglang_sync.routes.shards.exchange_plan import PieceSends
 
 NUM_TRAVELLING = 2
-"""Pieces, or broadcast buckets, on their way at a time; each needs memory of its own."""
+"""Number of pieces, or of broadcast buckets, that are sent at a time, each with its own memory."""
 
 
 class AllToAll:
-    """What this rank sends, sync after sync; it has to launch every piece, whatever happens: the
-    other ranks would wait for ever.
+    """The all-to-alls of one rank, the same in all syncs. It must launch every piece, even after a
+    failure: the other ranks would wait for ever.
     """
 
     def __init__(self, buckets: Sequence[Sequence[PieceSends]], device: torch.device) -> None:
@@ -44,18 +44,18 @@ class AllToAll:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of scratch held at present."""
+        """Size of the scratch at present."""
         return sum(scratch.numel() for scratch in self._scratch)
 
     def begin(self, shards: Sequence[torch.Tensor]) -> None:
-        """Take this rank's shards; scratch is allocated now, lest a collective fail."""
+        """Set this rank's shards, and allocate the scratch, so that no collective fails for it."""
         while len(self._scratch) < NUM_TRAVELLING:
             self._scratch.append(torch.empty(self._largest, dtype=torch.uint8, device=self._device))
         with torch.no_grad():
             self._memories = [each.contiguous().view(-1).view(torch.uint8) for each in shards]
 
     def end(self) -> None:
-        """Give the scratch back and let go of the shards; what is queued must be done."""
+        """Free the scratch and drop the shards; all launched work must be done."""
         self._memories.clear()
         self._scratch.clear()
 
@@ -64,8 +64,8 @@ class AllToAll:
         return self._numbers[index]
 
     def pack(self, number: int) -> tuple[torch.Tensor, Sequence[int]]:
-        """Pack a piece into the scratch of the one `NUM_TRAVELLING` before; returns it, and its
-        bytes by destination.
+        """Pack a piece into scratch, which it shares with the piece `NUM_TRAVELLING` before.
+        Returns the packed bytes, and their number by destination.
         """
         sent = self._scratch_of(number)
         with torch.no_grad():
@@ -79,8 +79,8 @@ class AllToAll:
         """Start the all-to-all of a packed piece, in a group of all ranks; returns torch's work.
 
         Args:
-            received: flat uint8; gets what comes, by source.
-            recv_nbytes: by source; they add up to `received`.
+            received: flat uint8; gets the bytes of all sources, one after the other.
+            recv_nbytes: bytes of each source; they add up to `received`.
             group: None: torch's default group.
         """
         sent, sizes = self._scratch_of(number), self._sizes[number]

@@ -1,12 +1,12 @@
-"""Which bytes each trainer rank sends to which, so that every reader gets what it reads.
+"""Plans which bytes each trainer rank sends to each reader. Pure.
 
-Readers are engine ranks, or stand for those of their own device: `sources.transfer_plan` says what
-each reads. `plan_sends` keeps what one trainer rank has to send, `plan_reader` what one reader gets
-from each; both list the same parts in the same order, so nothing but bytes travels. The reader
-unpacks nothing: its load plan reads the bucket where it lies in what came (`received`).
+Readers are engine ranks, or trainer ranks that receive for the engine rank on their own device.
+`plan_sends` lists the parts that one trainer rank sends, `plan_reader` those that one reader gets;
+both list the same parts in the same order, so that only bytes have to be sent. The reader unpacks
+nothing: its load plan reads the bucket's pieces from the receive buffer (`received`).
 
-A bucket travels in pieces (`pieces_of`), an equal part of what each pair exchanges, so that all
-ranks send at a time, and out of scratch that only has to hold pieces. Pure.
+A bucket is sent in pieces (`pieces_of`), each with an equal part of the bytes of each pair of
+ranks: all ranks send at the same time, and the scratch only has to hold pieces.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from sglang_loader.common.session.messages import BucketPiece
 from verl_sglang_sync.sources.transfer_plan import Origin, Owners, shard_reads
 
 ALIGNMENT_BYTES = 8
-"""A part lies in the scratch as it does in the arranged buffer, modulo this: one word size."""
+"""A part has the same offset in the scratch and in the arranged buffer modulo this: one word."""
 
 CUT_BYTES = 4096
-"""A part is cut at multiples of this: the words on both sides stay whole."""
+"""Parts are cut at multiples of this, so that words stay whole."""
 
 
 @dataclass(frozen=True, slots=True)
 class PieceSends:
-    """What one rank sends of one piece of a bucket.
+    """One rank's part of one piece of a bucket.
 
     Attributes:
-        reads: of this rank's shards: `Read.tensor` is the parameter, `Read.offset` a byte of the
-            shard, `Read.start` one of the scratch; those for one destination are consecutive.
-        nbytes: of the scratch, by destination.
+        reads: parts of this rank's shards: `Read.tensor` is the parameter, `Read.offset` an offset
+            in the shard, `Read.start` one in the scratch; ordered by destination.
+        nbytes: bytes of the scratch, by destination.
     """
 
     reads: tuple[Read, ...]
@@ -42,8 +42,8 @@ class PieceSends:
 
 
 Sends: TypeAlias = tuple[tuple[Read, ...], ...]
-"""What one rank sends of one bucket, by destination, itself too: parts of its shards, as in
-`PieceSends`, but `Read.start` is a byte of what the destination reads (`Arrangement`).
+"""One rank's parts of one bucket, by destination, including itself: reads as in `PieceSends`, but
+`Read.start` is an offset in the destination's arranged buffer.
 """
 
 
@@ -53,12 +53,12 @@ def plan_sends(
     origins: Sequence[Origin],
     owners: Sequence[Owners],
 ) -> Sends:
-    """What `rank` sends of one bucket.
+    """The parts of one bucket that `rank` sends.
 
     Args:
-        arrangements: of the bucket, by rank; quicker where engines that read the same share one
-            object.
-        origins: of the bucket's tensors, by position in its layout.
+        arrangements: the bucket's, by rank; ranks that read the same may share one object, which is
+            faster.
+        origins: by position of a tensor in the bucket's layout.
         owners: by parameter.
     """
     sends: list[list[Read]] = [[] for _ in arrangements]
@@ -80,10 +80,10 @@ def plan_reader(
     origins: Sequence[Origin],
     owners: Sequence[Owners],
 ) -> list[tuple[Read, ...]]:
-    """What one reader gets of one bucket, by the rank that holds it.
+    """The parts of one bucket that one reader gets, by the rank that sends them.
 
     Raises:
-        ValueError: the parts do not fill what it reads exactly once.
+        ValueError: they do not fill its arrangement exactly once.
     """
     found: list[list[Read]] = [[] for _ in range(num_ranks)]
     for part in shard_reads(arrangement, origins, owners):
@@ -94,12 +94,12 @@ def plan_reader(
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """How a reader finds its bucket in what it receives.
+    """Where a reader's bucket is in its receive buffer.
 
     Attributes:
-        sizes: by piece, then by source: bytes that come, one behind the other.
-        pieces: of the bucket, by ascending start; `BucketPiece.offset` is a byte of those.
-        payloads: by source: how many of the bytes are read.
+        sizes: by piece and source, the bytes received; they lie one after the other.
+        pieces: of the bucket, by ascending `start`; `BucketPiece.offset` counts in the buffer.
+        payloads: by source, the bytes received without padding.
     """
 
     sizes: list[list[int]]
@@ -108,18 +108,18 @@ class Received:
 
     @property
     def nbytes(self) -> int:
-        """Of all that comes."""
+        """Size of the receive buffer."""
         return sum(map(sum, self.sizes))
 
 
 def received(
     receives: Sequence[Sequence[Read]], num_pieces: int, *, joins: bool = True
 ) -> Received:
-    """How one reader finds one bucket.
+    """Where one reader's bucket is in its receive buffer.
 
     Args:
-        receives: see `plan_reader`; every source must cut what it sends likewise.
-        joins: as few pieces as can be; False: each is of consecutive bytes that come at a time.
+        receives: see `plan_reader`; sources cut their parts into pieces in the same way.
+        joins: join pieces into as few as possible; False: each has consecutive bytes of one piece.
     """
     cut = [_cut(reads, num_pieces) for reads in receives]
     sizes: list[list[int]] = []
@@ -138,10 +138,10 @@ def received(
 
 
 def _joined(pieces: Sequence[BucketPiece]) -> list[BucketPiece]:
-    """The same bytes: pieces at one distance that continue each other in the bucket as one.
+    """Join evenly spaced pieces that are consecutive in the bucket.
 
-    Of a row-parallel weight, each row has columns of several ranks, and the rows of one rank lie
-    one behind the other: the columns of a row are joined first, and then the rows.
+    In a row-parallel weight each row has columns of several ranks, and the rows of one rank lie one
+    after the other: a first call joins the columns of each row, a second one the rows.
     """
     joined, at = [], 0
     while at < len(pieces):
@@ -162,7 +162,7 @@ def _joined(pieces: Sequence[BucketPiece]) -> list[BucketPiece]:
 
 
 def pieces_of(sends: Sends, num_pieces: int) -> list[PieceSends]:
-    """The bucket in pieces, as many on all ranks, of about one size for each pair of ranks."""
+    """Cut a bucket into pieces: the bytes of each pair of ranks are divided about equally."""
     cut = [_cut(reads, num_pieces) for reads in sends]
     pieces = []
     for number in range(num_pieces):
@@ -173,7 +173,7 @@ def pieces_of(sends: Sends, num_pieces: int) -> list[PieceSends]:
 
 
 def _cut(reads: Sequence[Read], num_pieces: int) -> list[list[Read]]:
-    """Reads divided at each `num_pieces`-th of their bytes: by sizes alone, alike on both ends."""
+    """Divide reads into about equal parts; depends only on sizes, so both ends do the same."""
     total, stop = num_read(reads), 0
     pieces: list[list[Read]] = [[] for _ in range(num_pieces)]
     piece = 0
@@ -191,7 +191,7 @@ def _cut(reads: Sequence[Read], num_pieces: int) -> list[list[Read]]:
 
 
 def _cut_one(read: Read, nbytes: int) -> tuple[Read, Read | None]:
-    """The first `nbytes` of a read, or a little more, and the rest, if any."""
+    """The first `nbytes` of a read, or slightly more, and the rest, or None."""
     if not read.dims:
         size = -(-nbytes // CUT_BYTES) * CUT_BYTES
         if size >= read.run:
@@ -216,7 +216,9 @@ def _cut_one(read: Read, nbytes: int) -> tuple[Read, Read | None]:
 def _laid_out(
     by_rank: Sequence[Sequence[Read]],
 ) -> tuple[list[list[tuple[Read, int]]], list[int]]:
-    """By other rank: its parts with their places in the scratch, the same on its end; and bytes."""
+    """By the other rank, its parts with their offsets in the buffer, and its bytes; both ends
+    compute the same.
+    """
     placed: list[list[tuple[Read, int]]] = []
     sizes: list[int] = []
     for reads in by_rank:
@@ -231,7 +233,7 @@ def _laid_out(
 
 
 def _pieces_at(base: int, pairs: Sequence[tuple[Read, int]]) -> list[BucketPiece]:
-    """Parts, each at a place behind `base`; those that continue each other as one."""
+    """The pieces of parts at offsets counted from `base`; consecutive ones are joined."""
     pieces: list[BucketPiece] = []
     for read, place in pairs:
         offset, start, nbytes = base + place, read.start, read.nbytes
@@ -245,12 +247,12 @@ def _pieces_at(base: int, pairs: Sequence[tuple[Read, int]]) -> list[BucketPiece
 
 
 def num_read(reads: Iterable[Read]) -> int:
-    """Bytes of all of them."""
+    """Total bytes of some reads."""
     return sum(read.nbytes for read in reads)
 
 
 def _check_filled_once(arrangement: Arrangement, filling: Sequence[Read]) -> None:
-    """Conservation: what is read is filled, nothing twice, nothing else; else `ValueError`."""
+    """Raise ValueError unless every byte of the arrangement is filled exactly once."""
     wanted = merge((read.start, read.start + read.nbytes) for read in arrangement)
     filled = merge((read.start, read.start + read.nbytes) for read in filling)
     if wanted != filled:

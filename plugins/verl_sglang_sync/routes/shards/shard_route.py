@@ -26,7 +26,7 @@ from verl_sglang_sync.collective import (
     own_rank,
     result_or_reason,
 )
-from verl_sglang_sync.engine.arrangements import KnownArrangements
+from verl_sglang_sync.engine.arrangements import RankArrangements
 from verl_sglang_sync.report import SyncReport, warn_once
 from verl_sglang_sync.routes.route import Route, RouteContext, SyncSource
 from verl_sglang_sync.routes.shards.all_to_all import AllToAll
@@ -65,8 +65,8 @@ class ShardPlan:
     traced: TracedExport
     buckets: list[Bucket]
     reads: list[list[Arrangement]]
-    own: Sequence[KnownArrangements]
-    known: Sequence[KnownArrangements]
+    own: Sequence[RankArrangements]
+    known: Sequence[RankArrangements]
     first_reader: int
     sends: list[Sends]
     nums_pieces: list[int]
@@ -148,7 +148,7 @@ class ShardRoute(Route):
             self._plan.all_to_all.end()
 
     def _make_plan(
-        self, weights: Iterable[NamedTensor], own: Sequence[KnownArrangements]
+        self, weights: Iterable[NamedTensor], own: Sequence[RankArrangements]
     ) -> str | None:
         """Find what engine ranks read in the shards; collective; returns why it is not there."""
         self.forget()
@@ -190,7 +190,7 @@ class ShardRoute(Route):
             self._plan = None
         return agreed
 
-    def _known_by_all(self, own: Sequence[KnownArrangements]) -> list[KnownArrangements]:
+    def _known_by_all(self, own: Sequence[RankArrangements]) -> list[RankArrangements]:
         """What all engine ranks read, in the order of the ranks; collective.
 
         Of engine ranks with one digest, which read the same, only the first tells what.

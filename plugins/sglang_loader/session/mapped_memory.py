@@ -1,4 +1,4 @@
-"""What an engine process keeps between sessions, and what is in flight within one.
+"""The trainer's memory as an engine process maps it, and where a session's buckets lie in it.
 
 Mapped buffers outlive a session, so that a later one need not map them again.
 """
@@ -8,14 +8,13 @@ from __future__ import annotations
 import operator
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 
 import torch
 
 from sglang_loader.common.bucket_source import BucketMap, BucketSource, Piece
-from sglang_loader.common.copies import synchronize
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.compose import ByteMap
 from sglang_loader.common.session import messages as wire
@@ -23,17 +22,17 @@ from sglang_loader.common.session.messages import SessionError
 from sglang_loader.common.shared_memory import map_buffer
 
 MAX_LAYOUTS = 4096
-MAX_WAYS = 2
-"""In which a bucket comes that are remembered: exported in full, and without the export."""
+MAX_SOURCES = 2
+"""Cached for each layout: a bucket comes packed from the export, or as pieces of parameters."""
 
 
 class MappedMemory:
-    """How a session's buckets come that lie in the trainer's memory: this process maps it.
+    """Buffers of the trainer that this process maps, from which it reads buckets in place.
 
     It serves one session after the other: `begin_session` comes first, `release` last. A buffer is
-    mapped by name, and unmapped with the session unless that asks to keep it. Its other methods are
-    those of `GroupReceiver`: a session begins to get buckets, at most `max_unread` of which can
-    be unread, and reads them in order.
+    mapped by name, and unmapped with the session unless the trainer asked to keep it. The other
+    methods are those of `GroupReceiver`: a session begins up to `max_unread` buckets ahead of those
+    that it has read, and reads them in order.
     """
 
     max_unread = sys.maxsize  # the trainer knows how many buffers it has
@@ -42,21 +41,20 @@ class MappedMemory:
         self._mapped: dict[str, torch.Tensor] = {}
         self._kept: set[str] = set()
         self._slots: dict[int, torch.Tensor] = {}
-        self._sources = Sources()
+        self._sources = SourceCache()
         self._device = torch.device("cpu")
 
     def begin_session(self, device: torch.device) -> MappedMemory:
-        """Itself; `device`: of the engine's weights."""
+        """Returns itself; `device` is that of the engine's weights."""
         self._device = device
         return self
 
     @property
     def names(self) -> list[str]:
-        """Of the buffers that are mapped."""
         return list(self._mapped)
 
-    def begin(self, message: wire.LoadBucket, layout: BucketLayout) -> None:
-        """Map the buffers that come with the next bucket, or find them mapped.
+    def begin_bucket(self, message: wire.LoadBucket, layout: BucketLayout) -> None:
+        """Map the buffers of the next bucket that are not mapped yet.
 
         Raises:
             SessionError: one is not mapped, and came without a handle.
@@ -72,62 +70,62 @@ class MappedMemory:
                 self._kept.add(name)
             self._slots[buffer.slot] = self._mapped[name]
 
-    def has_come(self) -> bool:
-        """True: the trainer announces what is there."""
+    def has_arrived(self) -> bool:
+        """Always True: the trainer announces a bucket when its bytes are in place."""
         return True
 
     def source(self, message: wire.LoadBucket, nbytes: int) -> BucketSource:
-        """The memory that a message speaks of: see `Sources.of`."""
+        """See `SourceCache.of`."""
         return self._sources.of(message, self._slots, nbytes)
 
     def release(self) -> None:
-        """Unmap all that the session did not ask to keep."""
+        """Unmap the buffers that the session did not ask to keep."""
         kept = {name: self._mapped[name] for name in self._kept}
         if len(kept) < len(self._mapped):
             self._sources.clear()
         self._mapped, self._kept, self._slots = kept, set(), {}
 
 
-class Sources:
-    """The memory behind the last buckets: one may have thousands of pieces, and plans bind their
-    copies to it. Where only the memory is another, the map of the pieces is kept, and what plans
-    have found out of that.
+class SourceCache:
+    """Bucket sources of earlier syncs, by layout: a bucket may have thousands of pieces, and plans
+    bind their copies to its map and source. The same pieces give the same `BucketMap`, and in the
+    same memory the same `BucketSource`.
     """
 
     def __init__(self) -> None:
-        self._known: OrderedDict[bytes, deque[_KnownPieces]] = OrderedDict()  # by layout
+        self._by_layout: OrderedDict[bytes, deque[_CachedSource]] = OrderedDict()
 
     def of(
         self, message: wire.LoadBucket, slots: Mapping[int, torch.Tensor], nbytes: int
     ) -> BucketSource:
-        """The memory that a message speaks of; `nbytes`: of the bucket, as it came.
+        """Where the bucket of a message is; `nbytes`: its size, arranged or whole.
 
         Raises:
             SessionError: a piece lies in no buffer, or leaves it or the bucket.
         """
-        ways = self._known.setdefault(message.layout, deque(maxlen=MAX_WAYS))
-        found = next((known for known in ways if known.is_of(message.pieces, slots)), None)
-        if found is None:
-            found = _KnownPieces.of(message, slots, nbytes)
-            ways.append(found)
-            while len(self._known) > MAX_LAYOUTS:
-                self._known.popitem(last=False)
-        memories = [slots[slot] for slot in found.slots]
-        source = found.source
+        entries = self._by_layout.setdefault(message.layout, deque(maxlen=MAX_SOURCES))
+        entry = next((each for each in entries if each.matches(message.pieces, slots)), None)
+        if entry is None:
+            entry = _CachedSource.of(message, slots, nbytes)
+            entries.append(entry)
+            while len(self._by_layout) > MAX_LAYOUTS:
+                self._by_layout.popitem(last=False)
+        memories = [slots[slot] for slot in entry.slots]
+        source = entry.source
         if source is None or any(map(operator.is_not, source.memories, memories)):
-            source = found.source = BucketSource(found.map, memories)
+            source = entry.source = BucketSource(entry.map, memories)
         return source
 
     def clear(self) -> None:
-        """Let go of all memory."""
-        for known in chain.from_iterable(self._known.values()):
-            known.source = None
+        """Drop the references to all memory."""
+        for entry in chain.from_iterable(self._by_layout.values()):
+            entry.source = None
 
 
 @dataclass
-class _KnownPieces:
-    """The pieces of a message, the slots and lengths of the buffers that they lie in, their map in
-    these, and the buffers that were the last.
+class _CachedSource:
+    """The encoded pieces of a message, the length of the buffer in each slot that they lie in, and
+    the map and last source made of them.
     """
 
     pieces: bytes
@@ -138,7 +136,7 @@ class _KnownPieces:
     @classmethod
     def of(
         cls, message: wire.LoadBucket, buffers: Mapping[int, torch.Tensor], nbytes: int
-    ) -> _KnownPieces:
+    ) -> _CachedSource:
         pieces, numbers = wire.decode_pieces(message.pieces), dict[int, int]()
         for piece in pieces:
             for slot in (piece.slot, *(slot for slot, _, _ in piece.shards)):
@@ -149,8 +147,8 @@ class _KnownPieces:
         found = [_piece(piece, numbers, sizes, nbytes, message.index) for piece in pieces]
         return cls(message.pieces, sizes, BucketMap(found))
 
-    def is_of(self, pieces: bytes, buffers: Mapping[int, torch.Tensor]) -> bool:
-        """True if these are the pieces, in buffers of the same lengths."""
+    def matches(self, pieces: bytes, buffers: Mapping[int, torch.Tensor]) -> bool:
+        """True if these are the same pieces, in buffers of the same lengths."""
         if pieces != self.pieces:
             return False
         return all(s in buffers and buffers[s].numel() == n for s, n in self.slots.items())
@@ -177,33 +175,3 @@ def _piece(
     if piece.start + piece.nbytes > bucket_nbytes:
         raise SessionError(f"a piece of bucket {index} leaves the bucket's {bucket_nbytes} bytes")
     return found
-
-
-class InFlight:
-    """Buckets that were launched, in order; the device may still be reading them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._launched: deque[tuple[int, torch.cuda.Event | None]] = deque()
-
-    def __len__(self) -> int:
-        return len(self._launched)
-
-    def add(self, index: int, *, on_current_stream: bool) -> None:
-        """Note a launched bucket; a loader that may use other streams is waited for at once."""
-        event = None
-        if self._device.type == "cuda" and on_current_stream:
-            event = torch.cuda.Event()
-            event.record()
-        else:
-            synchronize(self._device)
-        self._launched.append((index, event))
-
-    def finished(self) -> Iterator[int]:
-        """Let go of the oldest buckets with which the device is done; yields their indices."""
-        while self._launched:
-            index, event = self._launched[0]
-            if event is not None and not event.query():
-                return
-            self._launched.popleft()
-            yield index
