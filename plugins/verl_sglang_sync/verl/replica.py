@@ -75,8 +75,8 @@ class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
             await self._join_router(settings, settings.router_url)
 
     async def sleep(self) -> None:
-        """Release the engine's memory, and keep the costs for `take_sleep_costs`. A hybrid engine, whose
-        weights sleep too, uses `sleep_order`, others verl's own order.
+        """Release the engine's memory, and keep the costs for `take_sleep_costs`. A hybrid engine,
+        whose weights sleep too, uses `sleep_order`, others verl's own order.
         """
         started, costs = time.perf_counter(), None
         if self._sleeps_in_order:
