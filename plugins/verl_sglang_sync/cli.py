@@ -17,7 +17,7 @@ app = typer.Typer(
     add_completion=False,
 )
 
-PICTURES = (".png", ".svg")
+PICTURES, TRACES = (".png", ".svg"), (".json",)
 
 
 @app.command()
@@ -36,7 +36,7 @@ def doctor(
     if as_json:
         typer.echo(report.as_json(checks))
     else:
-        Console().print(report.as_table(checks))
+        _console(80).print(report.as_table(checks))
     raise typer.Exit(int(any(check.status is Status.FAIL for check in checks)))
 
 
@@ -79,6 +79,12 @@ def bench(
             model = largest_that_fits(torch.cuda.get_device_properties(on).total_memory)
         except ValueError as error:
             _refuse(str(error))
+    if results is not None:
+        try:
+            results.parent.mkdir(parents=True, exist_ok=True)
+            results.touch()
+        except OSError as error:  # rather now than after the minutes that an arm takes
+            _refuse(f"--json {results}: {error}")
     model, console = model or FOR_A_CPU, Console()
     rows: list[dict[str, object]] = []
     folder = Path(tempfile.mkdtemp(prefix="weight-sync-bench-"))
@@ -105,9 +111,10 @@ def report(
     from verl_sglang_sync.report_files.runs import trace_of
     from verl_sglang_sync.report_files.table import headings, table_of
 
+    for option, path, allowed in (("plot", plot, PICTURES), ("trace", trace, TRACES)):
+        if path is not None and path.suffix not in allowed:
+            _refuse(f"--{option} {path}: allowed: {', '.join(allowed)}")
     if plot is not None:
-        if plot.suffix not in PICTURES:
-            _refuse(f"--plot {plot}: allowed: {', '.join(PICTURES)}")
         try:
             from verl_sglang_sync.report_files.plot import draw
         except ImportError as error:
@@ -120,10 +127,15 @@ def report(
             draw(runs).savefig(plot, dpi=150)
     except (ReportFileError, OSError) as error:
         _refuse(str(error))
-    console = Console()
+    console = _console(1000)
     for line in headings(runs):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.print(table_of(runs))
+
+
+def _console(least_width: int) -> Console:
+    """Standard output, at least so wide: a terminal wraps what is wider, and rich would cut it."""
+    return Console(width=max(least_width, Console().width))
 
 
 def _refuse(problem: str) -> NoReturn:

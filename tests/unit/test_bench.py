@@ -33,6 +33,7 @@ def test_a_gpu_that_is_too_small_is_refused():
         (["--arms", "native,fastest"], "--arms fastest: allowed: native, bucketed"),
         (["--device", "tpu"], "--device tpu: allowed: "),
         (["--json", "."], "Invalid value for '--json'"),
+        (["--json", "/dev/null/file", "--device", "cpu"], "File exists: '/dev/null'"),
     ],
 )
 def test_a_choice_that_cannot_be_is_an_error_that_names_what_is_allowed(options, text):

@@ -267,7 +267,9 @@ def test_the_worst_decides_how_the_command_ends(num_checks, status, exits, monke
     printed = json.loads(result.stdout)
     assert printed["status"] == status
     assert [check["name"] for check in printed["checks"]] == ["a", "b", "c"][:num_checks]
-    assert CliRunner().invoke(cli.app, ["doctor"]).exit_code == exits
+    shown = CliRunner().invoke(cli.app, ["doctor"], env={"COLUMNS": "20"})
+    assert shown.exit_code == exits
+    assert all(check.detail in shown.stdout for check in CHECKS[:num_checks]), "cut"
 
 
 def test_the_command_takes_the_overrides_of_a_recipe(monkeypatch):

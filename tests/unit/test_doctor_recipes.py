@@ -59,6 +59,7 @@ class TestRecipe:
                 (*COMPILED, "actor_rollout_ref.actor.strategy=fsdp"),
                 "makes the full export (not in place: actor.strategy=fsdp: neither fsdp2 nor",
             ),
+            ((*COMPILED, f"{ACTOR}.strategy=megatron"), IN_PLACE),  # without its section
             (
                 (*COMPILED, f"{ACTOR}.fsdp_config.param_offload=True"),
                 "makes the full export (not in place: actor.fsdp_config.param_offload=True: verl's",
@@ -98,6 +99,7 @@ class TestRecipe:
             ([*COMPILED, f"{SECTION}.bukket=1"], ("bukket",)),
             ([*COMPILED, f"{SECTION}.host_backup=1"], ("host_backup=1: allowed",)),
             ([*COMPILED, "trainer.nnodes=two"], ("trainer.nnodes='two': expected a whole",)),
+            ([*COMPILED, "trainer.n_gpus_per_node=0"], ("n_gpus_per_node=0: expected a whole",)),
             (
                 [*COMPILED, f"{ROLLOUT}.quantization=torchao", f"{ROLLOUT}.name=vllm"],
                 ("rollout.quantization='torchao'", "name='vllm'"),

@@ -48,8 +48,9 @@ def disaggregated(tmp_path):
     return path
 
 
-def run(*arguments):
-    return CliRunner().invoke(cli.app, ["report", *map(str, arguments)], env={"COLUMNS": "100"})
+def run(*arguments, columns=100):
+    environment = {"COLUMNS": str(columns)}
+    return CliRunner().invoke(cli.app, ["report", *map(str, arguments)], env=environment)
 
 
 def rows_of(output):
@@ -93,6 +94,12 @@ def test_files_stand_side_by_side(compiled, disaggregated):
     assert rows["other"] == ["0.5000"]  # of "sync", beside its stages
     assert rows["sync alone"] == ["24.00", "1.7500", "4.0000"]
     assert rows["exported in full"] == ["3", "4"]
+
+
+@pytest.mark.parametrize("columns", (0, 20))
+def test_no_figure_is_cut_where_the_terminal_is_narrow(compiled, columns):
+    files = [compiled] * 6
+    assert rows_of(run(*files, columns=columns).stdout) == rows_of(run(*files, columns=500).stdout)
 
 
 def test_both_modes_of_a_file_are_named(tmp_path):
@@ -189,12 +196,15 @@ def test_a_file_that_is_missing_or_empty_is_named(compiled, tmp_path):
     result = run(compiled, tmp_path / "missing.jsonl")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == f"error: {tmp_path / 'missing.jsonl'}: No such file or directory\n"
-    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "empty.jsonl").write_text("\n")
     assert "empty.jsonl: holds no sync" in run(tmp_path / "empty.jsonl").stderr
 
 
 def test_what_cannot_be_drawn_is_refused(compiled, tmp_path, monkeypatch):
     assert "allowed: .png, .svg" in run(compiled, "--plot", tmp_path / "picture.doc").stderr
+    before = compiled.read_bytes()
+    assert f"--trace {compiled}: allowed: .json" in run(compiled, "--trace", compiled).stderr
+    assert compiled.read_bytes() == before
     unwritable = run(compiled, "--plot", tmp_path / "missing" / "picture.png")
     assert (unwritable.exit_code, unwritable.stdout) == (2, "")
     monkeypatch.delitem(sys.modules, "verl_sglang_sync.report_files.plot", raising=False)

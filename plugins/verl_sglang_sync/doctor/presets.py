@@ -75,8 +75,9 @@ def recipe_checks(overrides: Sequence[str], machine: Machine) -> Iterator[Check]
     try:
         config = compose(overrides)
         for key in ("trainer.nnodes", "trainer.n_gpus_per_node"):
-            if not isinstance(value := OmegaConf.select(config, key), int):
-                raise ValueError(f"{key}={value!r}: expected a whole number")
+            value = OmegaConf.select(config, key)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{key}={value!r}: expected a whole number of at least 1")
         settings, remarks = examine(config)
     except Exception as error:
         yield Check("recipe: preflight", FAIL, str(error), "no run would start")
@@ -163,9 +164,9 @@ def _computed_exports(config: DictConfig) -> Iterator[str]:
     strategy = actor_rollout.actor.strategy
     if strategy not in ("fsdp2", "megatron"):
         yield f"actor.strategy={strategy}: neither fsdp2 nor megatron"
-    if strategy == "megatron" and actor_rollout.actor.megatron.vanilla_mbridge:
+    if strategy == "megatron" and OmegaConf.select(actor_rollout, "actor.megatron.vanilla_mbridge"):
         yield "actor.megatron.vanilla_mbridge=True: mbridge does not say what it exports"
-    if strategy == "fsdp2" and actor_rollout.actor.fsdp_config.param_offload:
+    if strategy == "fsdp2" and OmegaConf.select(actor_rollout, "actor.fsdp_config.param_offload"):
         yield "actor.fsdp_config.param_offload=True: verl's export moves one parameter at a time"
     for key in ("model.lora_rank", "model.lora.rank", "rollout.quantization"):
         if value := OmegaConf.select(actor_rollout, key):

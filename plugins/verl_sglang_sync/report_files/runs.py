@@ -113,7 +113,7 @@ def read_run(path: Path) -> Run:
     """Read one file; `ReportFileError` if it has no line, or one that is not a report."""
     lines = []
     try:
-        for text in path.read_bytes().splitlines():
+        for text in path.read_bytes().rstrip().splitlines():
             lines.append(msgspec.json.decode(text, type=ReplicaSync))
     except OSError as error:
         raise ReportFileError(f"{path}: {error.strerror}") from None
