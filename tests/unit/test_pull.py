@@ -14,8 +14,8 @@ from sglang_loader.session.mapped_memory import MappedMemory
 from unit import route_ranks
 from unit.route_ranks import TP, Rank
 from verl_sglang_sync.engine.session import EngineCannotMap
-from verl_sglang_sync.routes.pull import comparison
 from verl_sglang_sync.routes.pull.located import SpreadRead, bucket_reads
+from verl_sglang_sync.sources import comparison
 from verl_sglang_sync.sources.export_trace import (
     TracedExport,
     TracedParameter,
@@ -79,7 +79,7 @@ def test_what_is_pulled_is_what_the_export_would_give(pool, kind):
         assert seen["keeps"]
 
 
-PROVE = "verl_sglang_sync.routes.pull.comparison.Comparison.finish"
+PROVE = "verl_sglang_sync.sources.comparison.Comparison.finish"
 DELIVER = "verl_sglang_sync.routes.pull.located.PulledDelivery.deliver"
 MOVED_ON_0 = ("move", 0)
 FREED = ("sync_failing", None, DELIVER, EngineCannotMap("freed"))

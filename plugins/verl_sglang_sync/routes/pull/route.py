@@ -36,7 +36,6 @@ from verl_sglang_sync.collective import (
 from verl_sglang_sync.engine.engine_ranks import EngineRank
 from verl_sglang_sync.engine.session import BlockNotMapped, EngineCannotMap
 from verl_sglang_sync.report import SyncReport, warn_once
-from verl_sglang_sync.routes.pull.comparison import Comparison
 from verl_sglang_sync.routes.pull.located import (
     Located,
     MemoryTable,
@@ -54,6 +53,7 @@ from verl_sglang_sync.routes.route import (
     RouteContext,
     SyncSource,
 )
+from verl_sglang_sync.sources.comparison import Comparison
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.export_trace import NotTraceable
 from verl_sglang_sync.sources.known_sources import (
