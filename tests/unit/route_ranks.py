@@ -153,7 +153,8 @@ class Seen:
     Attributes:
         routes: by which the good ones went: "export", "pull" or "exchange".
         wrong: what the engine on this rank had got wrongly after those; nothing without one.
-        num_gathers: calls of `full_tensor` in those without an export.
+        num_exports: how often each parameter was gathered in those with an export.
+        num_gathers: calls of `full_tensor` in those without one.
         errors: of those that failed.
         recoveries: of routes that did not hold.
         num_handles: that were made for engines, by sync.
@@ -164,6 +165,7 @@ class Seen:
 
     routes: list[str] = field(default_factory=list)
     wrong: list[list[str]] = field(default_factory=list)
+    num_exports: list[float] = field(default_factory=list)
     num_gathers: int = 0
     errors: list[str] = field(default_factory=list)
     recoveries: list[str] = field(default_factory=list)
@@ -242,7 +244,10 @@ class Rank:
             seen.routes.append(next((name for name, num in counts.items() if num), "export"))
             seen.wrong.append(self.wrong())
             seen.report = asdict(report)
-            if seen.routes[-1] != "export":
+            if seen.routes[-1] == "export":
+                num_sharded = sum(isinstance(t, DTensor) for t in self.model.state_dict().values())
+                seen.num_exports.append(gather.call_count / num_sharded)
+            else:
                 seen.num_gathers += gather.call_count
 
     def wrong(self):

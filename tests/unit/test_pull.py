@@ -73,6 +73,7 @@ def play(pool, *steps, kind="moe", **options):
 def test_what_is_pulled_is_what_the_export_would_give(pool, kind):
     for seen in play(pool, "sync", *["step", "sync"] * 3, kind=kind):
         assert seen["routes"] == ["export", "pull", "pull", "pull"]
+        assert seen["num_exports"] == [1], "what the engines get is what is compared"
         assert seen["off"] is None
         learnt, first, second, third = seen["num_handles"]
         assert 0 < learnt == first < second == third, "blocks that stay mapped need no new handles"
@@ -80,7 +81,9 @@ def test_what_is_pulled_is_what_the_export_would_give(pool, kind):
 
 
 PROVE = "verl_sglang_sync.sources.comparison.Comparison.finish"
+COMPARE = "verl_sglang_sync.sources.comparison.memory_of"
 DELIVER = "verl_sglang_sync.routes.pull.located.PulledDelivery.deliver"
+LOAD = "unit.route_ranks.EngineModel.load_weights"
 MOVED_ON_0 = ("move", 0)
 FREED = ("sync_failing", None, DELIVER, EngineCannotMap("freed"))
 CHANGES = {
@@ -168,6 +171,12 @@ REFUSED = {
         [],
         "the comparison broke",
     ),
+    "a comparison that breaks midway": (
+        {},
+        [("sync_failing", 2, COMPARE, MemoryError("no room to compare"))],
+        [],
+        "no room to compare",
+    ),
     "private": ({"is_shared": False}, ["sync"], [], "cannot be mapped by other processes"),
     "a wrong trace": (
         {},
@@ -207,6 +216,17 @@ def test_other_failures_are_raised(pool):
         assert "rank 2: Traceback" in seen["errors"][0]
         assert seen["recoveries"] == ["RAISE"]
         assert seen["routes"] == ["export", "export", "pull"]
+
+
+def test_where_engines_fail_while_the_export_is_compared_nothing_is_proven(pool):
+    fails = "sync_failing", None, LOAD, RuntimeError("the engine broke")
+    answers = play(pool, fails, "sync", "sync")
+    assert {len(seen["errors"]) for seen in answers} == {1}
+    (error,) = {seen["errors"][0] for seen in answers}
+    assert "the engine broke" in error
+    for seen in answers:
+        assert seen["routes"] == ["export", "pull"]
+        assert seen["num_handles"][0] == 0 < seen["num_handles"][1]
 
 
 @st.composite
@@ -260,10 +280,11 @@ def test_the_pieces_are_the_bytes_of_the_tensors(case, data):
 def test_a_rank_finds_the_wrong_byte_that_is_in_its_own_shard(case, data):
     """Rank 0's comparison, which waits for the device after each tensor, or once."""
     layout, traced, full = case
-    shards = []
+    shards = {}
     for parameter, whole in zip(traced.parameters, full, strict=True):
         ranges = [parameter.owners.range_of(i) for i in _own_shards(parameter.owners)]
-        shards.append(torch.cat([whole[start:stop] for start, stop in ranges] or [whole[:0]]))
+        parts = [whole[start:stop] for start, stop in ranges] or [whole[:0]]
+        shards[parameter.source] = torch.cat(parts)
     exported = {}
     for tensor in layout.tensors:
         origin = traced.tensors[tensor.name].origin
@@ -283,8 +304,9 @@ def test_a_rank_finds_the_wrong_byte_that_is_in_its_own_shard(case, data):
         expected = expected or (tensor.name if is_own else None)
     with mock.patch.object(comparison, "MAX_AHEAD_BYTES", data.draw(st.sampled_from([0, 1 << 30]))):
         found = comparison.Comparison(traced, shards, torch.device("cpu"))
-        for name, tensor in exported.items():
-            found.add(name, tensor)
+        first = data.draw(st.integers(0, len(exported)))
+        found.add([*exported.items()][:first])
+        found.add([*exported.items()][first:])
     text = " is exported with other bytes than its parameter has"
     assert found.finish() == (None if expected is None else expected + text)
 
@@ -301,9 +323,9 @@ def test_an_export_that_lacks_a_tensor_is_another():
         ("u", "u was not traced as it is exported"),
         (None, "0 tensors were exported, 1 traced"),
     ):
-        found = comparison.Comparison(traced, [whole], torch.device("cpu"))
+        found = comparison.Comparison(traced, {"p": whole}, torch.device("cpu"))
         if name is not None:
-            found.add(name, whole.clone())
+            found.add([(name, whole.clone())])
         assert found.finish() == expected
 
 

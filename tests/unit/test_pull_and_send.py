@@ -12,7 +12,7 @@ from verl_sglang_sync.engine.arrangements import EngineArrangements
 from verl_sglang_sync.report import warn_once
 from verl_sglang_sync.routes.pull.route import Pull
 from verl_sglang_sync.routes.pull_and_send import PullAndSend
-from verl_sglang_sync.routes.route import RouteContext
+from verl_sglang_sync.routes.route import ExportedSync, RouteContext
 from verl_sglang_sync.sources.export import Reexport
 
 HERE = SimpleNamespace(host=host_id(), may_read_in_place=True)
@@ -39,7 +39,20 @@ def test_a_replica_reads_in_place_if_all_of_its_ranks_can(loaded, may_pull, near
     context = RouteContext(TrainerGroup(), torch.device("cpu"), settings, lambda: readers, 1)
     pull, weights = Pull(context, print), Reexport(list, sources=dict)
     warn_once.cache_clear()  # what other tests have logged
-    assert not pull.learn(weights, loaded)
+    sync = ExportedSync(weights, loaded, None)
+    assert not pull.learn(sync)
     assert set(caplog.messages) == logged
-    assert PullAndSend(context, pull, list)._near(weights, loaded) == near
+    assert PullAndSend(context, pull, list)._near(sync) == near
     assert [reader.reads_in_place for reader in readers] == near
+
+
+def test_an_export_is_compared_while_it_is_loaded_if_the_engines_could_read_in_place_before():
+    readers = [EngineArrangements(is_wanted=True)]
+    context = RouteContext(
+        TrainerGroup(), torch.device("cpu"), settings_of("compiled").for_session(), lambda: readers
+    )
+    pull, weights = Pull(context, print), Reexport(list, sources=dict)
+    assert pull.needs_comparison(weights)
+    for loaded in (PLANLESS, HERE, AWAY):
+        pull.learn(ExportedSync(weights, [loaded], None))
+        assert pull.needs_comparison(weights) == (loaded is HERE)

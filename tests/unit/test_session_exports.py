@@ -2,6 +2,8 @@
 
 import asyncio
 import math
+from dataclasses import replace
+from threading import Event
 from unittest.mock import Mock
 
 import pytest
@@ -16,8 +18,13 @@ from unit.serving_engine import ByName, ServingEngine
 from verl_sglang_sync import WeightSyncError
 from verl_sglang_sync.collective import TrainerGroup
 from verl_sglang_sync.report import SyncReport, warn_once
+from verl_sglang_sync.routes.pull.route import Pull
 from verl_sglang_sync.routes.route import NOT_TRACEABLE, Route, RouteContext
 from verl_sglang_sync.routes.staging_ring import StagingRing
+from verl_sglang_sync.sources import source_map
+from verl_sglang_sync.sources.comparison import Comparison
+from verl_sglang_sync.sources.export import Reexport
+from verl_sglang_sync.sources.export_trace import trace_export
 from verl_sglang_sync.sync.transport import colocated_transport
 
 MODES = ("bucketed", "flattened")
@@ -232,9 +239,9 @@ class Learns(Route):
     def can_learn(self, weights):
         return True
 
-    def learn(self, weights, loaded):
+    def learn(self, sync):
         self.events.append("learn")
-        self.loaded = loaded
+        self.loaded = sync.loaded
         return self.needs_no_staging
 
     def forget(self):
@@ -276,3 +283,112 @@ def test_of_a_draft_and_its_target_the_one_without_a_plan_is_told_of(is_draft):
     for _ in range(2):
         assert "rebinds tensors" in trainer.sync(weights).eager_reason
         assert not route.loaded[0].may_read_in_place
+
+
+class Traceable:
+    """A trainer of one rank whose export names its parameters, and its engine.
+
+    Attributes:
+        parameters: by name; each is a bucket of its own.
+        sources: of the export.
+        num_exports: those that were begun, traced ones among them.
+    """
+
+    def __init__(self):
+        self.parameters = {f"t{i}": torch.full((256,), i, dtype=torch.float32) for i in range(4)}
+        for tensor in self.parameters.values():
+            tensor.untyped_storage().share_memory_()
+        self.sources, self.num_exports = lambda: self.parameters, 0
+        self.trainer = Trainer("compiled")
+        self.model = ByName(self.parameters.items())
+        self.trainer.engine.models = [self.model]
+        self.route = self.trainer.transport._routes[0]
+
+    def sync(self):
+        export = Reexport(self._export, sources=self.sources)
+        report = SyncReport(mode="compiled", replica=0)
+        asyncio.run(self.trainer.transport.sync(export, version="1", report=report))
+        return report
+
+    def _export(self):
+        self.num_exports += 1
+        yield from self.parameters.items()
+
+    def has_arrived(self):
+        return contents(self.model.named_parameters()) == contents(self.parameters.items())
+
+
+def test_a_bucket_is_compared_while_the_engine_loads_the_one_before(monkeypatch):
+    case, compared, was_in_time = Traceable(), [Event() for _ in range(4)], []
+    add, load = Comparison.add, case.model.load_weights
+
+    def added(comparison, named):
+        named = list(named)
+        add(comparison, named)
+        compared[int(named[0][0][1:])].set()
+
+    def loading(weights):
+        named = list(weights)
+        following = min(int(named[0][0][1:]) + 1, 3)
+        was_in_time.append(compared[following].wait(5))
+        load(named)
+
+    monkeypatch.setattr(Comparison, "add", added)
+    monkeypatch.setattr(case.model, "load_weights", loading)
+    report = case.sync()
+    assert was_in_time and all(was_in_time)
+    assert case.route.is_proven and report.seconds["learn"] > 0
+    assert case.sync().num_pulled == 4 and case.has_arrived()
+
+
+def test_a_difference_is_one_warning_and_nothing_is_read_in_place(monkeypatch, caplog):
+    case, trace = Traceable(), source_map.trace_export
+
+    def spoiled(*args, **kwargs):
+        traced = trace(*args, **kwargs)
+        return replace(traced, tensors={**traced.tensors, "t1": traced.tensors["t2"]})
+
+    monkeypatch.setattr(source_map, "trace_export", spoiled)
+    for _ in range(3):
+        assert case.sync().num_pulled == 0 and case.has_arrived()
+    said = [text for text in caplog.messages if Pull.not_taken in text]
+    assert said == [f"{Pull.not_taken}: {case.route.off_reason}"]
+    assert "t1 is exported with other bytes than its parameter has" in said[0]
+
+
+def test_a_parameter_that_is_replaced_while_it_is_exported_is_traced_again(monkeypatch):
+    case = Traceable()
+    case.parameters["t3"] = case.parameters["t2"]  # tied
+    add = Comparison.add
+
+    def added(comparison, named):
+        add(comparison, named)
+        case.parameters["t3"] = case.parameters["t2"].clone()
+        case.parameters["t3"].untyped_storage().share_memory_()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Comparison, "add", added)
+        case.sync()
+    assert case.route.off_reason is None
+    assert case.sync().num_pulled == 4 and case.has_arrived()
+
+
+def test_sources_that_trace_themselves_do_so_once_they_have_been_exported():
+    case, num_exports = Traceable(), []
+
+    class Sources:
+        def __call__(self):
+            return case.parameters
+
+        def trace(self, device):
+            num_exports.append(case.num_exports)
+            weights = case.parameters.items()
+            return trace_export(weights, sources=self, world_size=1, device=device)
+
+    case.sources = Sources()
+    case.sync()
+    assert (num_exports, case.num_exports) == ([1], 2), "made once more, to be compared"
+    assert case.sync().num_pulled == 4 and case.has_arrived()
+    case.route.is_proven = False
+    case.sync()
+    assert (num_exports, case.num_exports) == ([1], 3), "the trace is known"

@@ -50,7 +50,7 @@ def prove_sending():
 
     As far as what they would be sent is proven: they read what the colocated engines do.
     """
-    from verl_sglang_sync.routes.route import RouteContext
+    from verl_sglang_sync.routes.route import ExportedSync, RouteContext
     from verl_sglang_sync.routes.send.route import Send
 
     rank, found = ExchangeRank(kind="moe"), []
@@ -64,7 +64,8 @@ def prove_sending():
         route = Send(context, None)
         route._piece_nbytes = PIECE_BYTES
         with origins:
-            route.learn(rank.export, [SimpleNamespace(may_read_in_place=True, num_eager=0)])
+            loaded = [SimpleNamespace(may_read_in_place=True, num_eager=0)]
+            route.learn(ExportedSync(rank.export, loaded, None))
         report = SyncReport(mode="compiled", replica=0)
         found.append((route.choose(rank.export, report) is not None, route.off_reason))
     return found

@@ -10,6 +10,7 @@ from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.route import ReadyBucket, SyncSource
 from verl_sglang_sync.routes.staging_ring import StagingRing
 from verl_sglang_sync.sources.bucket_stream import BucketStream
+from verl_sglang_sync.sources.comparison import Comparison
 from verl_sglang_sync.sources.export import Export
 
 
@@ -19,6 +20,8 @@ class ExportedBuckets(SyncSource):
     Args:
         ring: None where no engine is given any bucket: the export is gone through, as the other
             ranks' collectives need it.
+        comparison: of the export with the parameters, each bucket while the engine loads the one
+            before; None: no route needs it.
     """
 
     def __init__(
@@ -29,8 +32,10 @@ class ExportedBuckets(SyncSource):
         report: SyncReport,
         *,
         asks_for_reads: bool,
+        comparison: Comparison | None = None,
     ) -> None:
         self.asks_for_reads = asks_for_reads
+        self.comparison = comparison
         self._export = export
         self._ring = ring
         self._report = report
@@ -66,5 +71,8 @@ class ExportedBuckets(SyncSource):
                 ready = replace(ready, storage=storage, nbytes=batch.bucket.layout.nbytes)
                 held = self._ring.nbytes
                 self._report.staging_bytes = max(self._report.staging_bytes, held)
+            if self.comparison is not None:
+                with self._report.stage("learn"):
+                    self.comparison.add(batch.named)
             del batch
             yield ready

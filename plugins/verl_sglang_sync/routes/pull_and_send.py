@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any
 
-from sglang_loader.common.session.messages import Loaded
 from verl_sglang_sync.engine.engine_ranks import EngineRank
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.pull.route import Pull
 from verl_sglang_sync.routes.route import (
     Delivery,
+    ExportedSync,
     InStep,
     ReadyBucket,
     Recovery,
@@ -45,21 +45,23 @@ class PullAndSend(Send):
         pulled = self._pull._source(weights, report)
         return pulled and PulledAndSent(pulled, sent, report)
 
-    def learn(self, weights: Iterable[NamedTensor], loaded: Sequence[Loaded]) -> bool:
-        near = self._near(weights, loaded)
-        super().learn(weights, list(compress(loaded, [not each for each in near])))
-        has_near = self.is_proven and any(near)
-        if has_near and not self._pull.prove(weights, list(compress(loaded, near))):
-            return self.learn(weights, loaded)  # again, without `Pull`: it is off
+    def needs_comparison(self, weights: Iterable[NamedTensor]) -> bool:
+        return self._pull.needs_comparison(weights)
+
+    def learn(self, sync: ExportedSync) -> bool:
+        near = self._near(sync)
+        super().learn(_part(sync, [not each for each in near]))
+        if self.is_proven and any(near) and not self._pull.prove(_part(sync, near)):
+            return self.learn(sync)  # again, without `Pull`: it is off
         return False
 
-    def _near(self, weights: Iterable[NamedTensor], loaded: Sequence[Loaded]) -> list[bool]:
+    def _near(self, sync: ExportedSync) -> list[bool]:
         """Note, and return, by engine rank: is it to read in place? Collective. Where all could,
         route "pull" has been tried before, and none is to.
         """
         self._pull.forget()
-        reasons = self._pull.why_not(loaded)
-        may_pull = any(reasons) and self._pull.can_learn(weights)
+        reasons = self._pull.why_not(sync.loaded)
+        may_pull = any(reasons) and self._pull.can_learn(sync.weights)
         near = [may_pull and reason is None for reason in reasons]
         for reader, is_near in zip(self._everyone(), near, strict=False):
             reader.reads_in_place = is_near
@@ -73,6 +75,11 @@ class PullAndSend(Send):
     def forget(self) -> None:
         super().forget()
         self._pull.forget()
+
+
+def _part(sync: ExportedSync, taken: Sequence[bool]) -> ExportedSync:
+    """As if these engine ranks alone had taken part."""
+    return replace(sync, loaded=list(compress(sync.loaded, taken)))
 
 
 @dataclass(eq=False)

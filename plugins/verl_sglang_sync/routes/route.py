@@ -31,6 +31,7 @@ from verl_sglang_sync.engine.arrangements import EngineArrangements
 from verl_sglang_sync.engine.engine_ranks import EngineRank
 from verl_sglang_sync.report import SyncReport, warn_once
 from verl_sglang_sync.sources.bucket_stream import Bucket, BucketStream
+from verl_sglang_sync.sources.comparison import Comparison
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.known_sources import sources_of
 from verl_sglang_sync.sources.source_map import SourceMap
@@ -113,6 +114,20 @@ class SyncSource:
         """The sync was good."""
 
 
+@dataclass(frozen=True)
+class ExportedSync:
+    """A good sync, of which routes learn how the next ones can do without an export.
+
+    Attributes:
+        loaded: how this rank's engine ranks have loaded it.
+        comparison: of its export with the parameters; None: no route has asked for it.
+    """
+
+    weights: Iterable[NamedTensor]
+    loaded: Sequence[Loaded]
+    comparison: Comparison | None
+
+
 class Recovery(Enum):
     RAISE = "something else went wrong"
     AGAIN = "by the same route"
@@ -155,9 +170,10 @@ class RouteContext:
 class Route:
     """How syncs are loaded without the full export; of one trainer rank, for all its sessions.
 
-    After a good exported sync a route finds every byte that the engines read, and compares it with
-    the full export (`learn`). From then on it is proven, until one of these: what it was proven for
-    has changed, every n-th sync, a sync that failed. Then a sync is exported, and it learns again.
+    After a good exported sync a route finds every byte that the engines read, and has compared it
+    with the full export (`learn`). From then on it is proven, until one of these: what it was
+    proven for has changed, every n-th sync, a sync that failed. Then a sync is exported, and it
+    learns again.
 
     Every rank calls the same methods in order; `choose`, `learn` and `recover` are collective. What
     they say is equal on all ranks.
@@ -209,11 +225,14 @@ class Route:
             warn_once(NOT_TRACEABLE)
         return self._is_wanted and self.off_reason is None and is_traceable
 
-    def learn(self, weights: Iterable[NamedTensor], loaded: Sequence[Loaded]) -> bool:
-        """After a good exported sync: prepare, and prove, the next ones.
+    def needs_comparison(self, weights: Iterable[NamedTensor]) -> bool:
+        """True if the export of the next sync should be compared with the parameters, while it is
+        loaded, lest `learn` make another one; equal on all ranks.
+        """
+        return False
 
-        Args:
-            loaded: how this rank's engine ranks have loaded it.
+    def learn(self, sync: ExportedSync) -> bool:
+        """After a good exported sync: prepare, and prove, the next ones.
 
         Returns:
             True if the next syncs go this way and need no staging buffers.

@@ -153,6 +153,11 @@ class Batch:
     bucket: Bucket
     tensors: list[torch.Tensor]
 
+    @property
+    def named(self) -> Iterator[NamedTensor]:
+        names = (tensor.name for tensor in self.bucket.layout.tensors)
+        return zip(names, self.tensors, strict=True)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:

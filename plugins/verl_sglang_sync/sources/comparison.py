@@ -1,8 +1,16 @@
-"""The proof of a pull: a rank's shards hold what the full export gives, bit for bit."""
+"""The proof of a trace: a rank's shards hold what the full export gives, bit for bit.
+
+The export that is compared is the one that the engines load: while they load a bucket, the trainer
+waits for them anyway, and need not export a second time.
+
+    comparison = source_map.compare(export)       # collective; before the export is gone through
+    comparison.add(batch.named)                   # each bucket of it, on its way to the engines
+    problem = comparison.finish()                 # of this rank
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -10,62 +18,81 @@ from sglang_loader.common.copies import copy_views
 from sglang_loader.common.regions.compose import shard_copies
 from sglang_loader.common.regions.geometry import StridedCopy
 from verl_sglang_sync.collective import own_rank, result_or_reason
+from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport
+from verl_sglang_sync.sources.known_sources import memory_of
 
 MAX_AHEAD_BYTES = 1 << 30
 """Of exported tensors that wait for the device to compare them: their memory is in use so long."""
 
 
 class Comparison:
-    """Compares an export with this rank's shards, tensor by tensor; waits for the device rarely.
+    """Compares an export with this rank's shards, bucket by bucket; waits for the device rarely.
 
     Args:
-        shards: this rank's, flat bytes by parameter.
+        traced: what the export's tensors are; None: it could not be traced, for this `problem`.
+        now: the parameters as they are, by name; kept until `finish`.
     """
 
     def __init__(
-        self, traced: TracedExport, shards: Sequence[torch.Tensor], device: torch.device
+        self,
+        traced: TracedExport | None,
+        now: Mapping[str, torch.Tensor],
+        device: torch.device,
+        problem: str | None = None,
     ) -> None:
-        self._traced = traced
-        self._shards = shards
+        self.traced = traced
+        self._now = now
         self._device = device
+        self._shards: dict[int, torch.Tensor] = {}
         self._seen: set[str] = set()
-        self._problem: str | None = None
+        self._problem = problem
         self._answers: list[tuple[str, torch.Tensor]] = []
         self._num_ahead = 0
 
-    def add(self, name: str, exported: torch.Tensor) -> None:
-        """Compare a tensor; never raises: the other ranks need this one's in the export."""
-        self._seen.add(name)
-        answers, reason = result_or_reason(lambda: self._differs(name, exported), NotTraceable)
-        self._problem = self._problem or reason
-        self._answers += [(name, answer) for answer in answers or []]
-        self._num_ahead += exported.nbytes
-        if self._num_ahead > MAX_AHEAD_BYTES:
-            self._wait()
+    def add(self, exported: Iterable[NamedTensor]) -> None:
+        """Compare tensors; never raises: the other ranks need this one's in the export."""
+        if self._problem is None:
+            _, reason = result_or_reason(lambda: self._add(exported), NotTraceable)
+            self._problem = self._problem or reason
 
     def finish(self) -> str | None:
         """The first difference on this rank, in words, or what went wrong; None if nothing."""
         self._wait()
-        if self._problem is None and self._seen != self._traced.tensors.keys():
-            return f"{len(self._seen)} tensors were exported, {len(self._traced.tensors)} traced"
+        self._now, self._shards = {}, {}
+        if self._problem is None and self.traced is not None:
+            num_traced = len(self.traced.tensors)
+            if self._seen != self.traced.tensors.keys():
+                self._problem = f"{len(self._seen)} tensors were exported, {num_traced} traced"
         return self._problem
+
+    def _add(self, named: Iterable[NamedTensor]) -> None:
+        for name, exported in named:
+            self._seen.add(name)
+            self._answers += [(name, answer) for answer in self._differs(name, exported)]
+            self._num_ahead += exported.nbytes
+            if self._num_ahead > MAX_AHEAD_BYTES:
+                self._wait()
 
     def _differs(self, name: str, exported: torch.Tensor) -> list[torch.Tensor]:
         """Is it something else than was traced? A bool for each part of it, not waited for."""
-        found = self._traced.tensors.get(name)
+        assert self.traced is not None, "else there is a problem"
+        found = self.traced.tensors.get(name)
         if found is None or (found.dtype, found.shape) != (exported.dtype, tuple(exported.shape)):
             raise NotTraceable(f"{name} was not traced as it is exported")
         if not exported.numel():
             return []
         flat = exported.detach().contiguous().view(-1).view(torch.uint8)
         parameter = found.origin.parameter
-        own, owners = self._shards[parameter], self._traced.owners[parameter]
+        owners = self.traced.owners[parameter]
         everything = StridedCopy(0, 0, int(flat.storage_offset()), (), flat.numel())
         answers = []
         for shard, copy in shard_copies(found.origin.bytes, owners.starts, everything):
             if owners.owner_of(shard, own_rank()) != own_rank():
                 continue
+            if (own := self._shards.get(parameter)) is None:
+                source = self.traced.parameters[parameter].source
+                own = self._shards[parameter] = memory_of(self._now[source])
             whole, part = copy_views(copy, own, flat)
             if part.data_ptr() != whole.data_ptr():
                 answers.append((part != whole).any())

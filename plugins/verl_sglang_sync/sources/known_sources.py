@@ -23,7 +23,8 @@ Sources = Callable[[], Mapping[str, torch.Tensor]]
 """The tensors that an export reads, by name, as they are now: parameters, sharded or not.
 
 It may also have a method `trace(device)`, where it knows better than a traced run in which of them
-the exported tensors lie (a `TracedExport`), and be marked with `empties_storages`, see there.
+the exported tensors lie (a `TracedExport`): called once the export has been made. And it may be
+marked with `empties_storages`, see there.
 """
 
 STEP = 64

@@ -2,6 +2,7 @@
 
     source_map = SourceMap(group, device)
     reason = source_map.trace(export)             # collective; None: it is known
+    comparison = source_map.compare(export)       # likewise, and proves it with the real export
     source_map.traced.tensors["lm_head.weight"]   # which bytes of which parameter
     now = source_map.current(export, traced)      # the parameters; raises if they were replaced
 
@@ -36,8 +37,10 @@ from verl_sglang_sync.collective import (
     common_reason,
     holds_everywhere,
     own_rank,
+    result_or_reason,
     world_size,
 )
+from verl_sglang_sync.sources.comparison import Comparison
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.export_trace import (
     NotTraceable,
@@ -46,7 +49,12 @@ from verl_sglang_sync.sources.export_trace import (
     TracedTensor,
     trace_export,
 )
-from verl_sglang_sync.sources.known_sources import KnownSources, SourcesChanged, require_sources
+from verl_sglang_sync.sources.known_sources import (
+    KnownSources,
+    SourcesChanged,
+    require_sources,
+    sources_of,
+)
 from verl_sglang_sync.sources.transfer_plan import Origin
 
 MAX_TRACES = 4
@@ -71,6 +79,26 @@ class SourceMap:
     def traced(self) -> TracedExport:
         assert self._found is not None, "nothing was traced"
         return self._found[0]
+
+    def may_trace(self, export: Iterable[NamedTensor]) -> bool:
+        """Whether the export may be traced though it has not been made before. Not by its sources:
+        Megatron-Bridge's mappings keep from their first conversion what the ranks tell each other.
+        """
+        return self._found is not None or not hasattr(sources_of(export), "trace")
+
+    def compare(self, export: Iterable[NamedTensor]) -> Comparison:
+        """Trace the export, unless the last trace holds, to compare what is exported next with the
+        parameters; collective.
+        """
+        if (reason := self.trace(export)) is not None:
+            return Comparison(None, {}, self._device, reason)
+        now, problem = result_or_reason(lambda: self.current(export, self.traced), SourcesChanged)
+        return Comparison(self.traced, now or {}, self._device, problem)
+
+    def has_held(self, export: Iterable[NamedTensor], comparison: Comparison) -> bool:
+        """True if what was traced for a comparison still holds; collective."""
+        is_last = self._found is not None and self._found[0] is comparison.traced
+        return holds_everywhere(self._group, is_last and self._holds(export))
 
     def trace(self, export: Iterable[NamedTensor]) -> str | None:
         """Trace the export, unless the last trace holds; collective; returns why it failed."""

@@ -32,7 +32,7 @@ from verl_sglang_sync.routes.exchange import Exchange
 from verl_sglang_sync.routes.export import ExportedBuckets
 from verl_sglang_sync.routes.pull.route import Pull
 from verl_sglang_sync.routes.pull_and_send import PullAndSend
-from verl_sglang_sync.routes.route import Recovery, Route, RouteContext, SyncSource
+from verl_sglang_sync.routes.route import ExportedSync, Recovery, Route, RouteContext, SyncSource
 from verl_sglang_sync.routes.shards.all_to_all import NUM_TRAVELLING
 from verl_sglang_sync.routes.staging_ring import StagingRing
 from verl_sglang_sync.sources.export import Export, NamedTensor
@@ -71,6 +71,7 @@ class SessionTransport:
         self._settings = context.settings
         self._device = context.device
         self._stream = context.stream
+        self._source_map = context.source_map
         self._ring = ring
         # The staging buffers are freed after each sync, for the KV cache.
         self._frees_ring = context.is_colocated and not self._settings.keep_staging_buffers
@@ -156,7 +157,8 @@ class SessionTransport:
         self._record_loaded(run, loaded, report)
         if isinstance(source, ExportedBuckets):
             routes = self._routes if source.asks_for_reads else self._routes[:1]
-            self._learn_routes(routes, task, loaded)
+            exported = ExportedSync(task.weights, loaded, source.comparison)
+            self._learn_routes(routes, exported, report)
 
     def _choose(self, task: SyncTask, routes: Sequence[Route]) -> SyncSource:
         for route in routes:
@@ -166,12 +168,22 @@ class SessionTransport:
                 return source
         return self._exported(task)
 
-    def _exported(self, task: SyncTask) -> ExportedBuckets:
+    def _exported(self, task: SyncTask, *, is_compared: bool = True) -> ExportedBuckets:
         # The answer takes an engine a second, and is of no use where it reads the parameters in
         # place from the next sync on.
-        asks = self._is_packed_for_good or not self._routes[0].can_learn(task.weights)
-        export = Export(task.weights)
-        return ExportedBuckets(export, self._stream, self._ring, task.report, asks_for_reads=asks)
+        weights, report, comparison = task.weights, task.report, None
+        asks = self._is_packed_for_good or not self._routes[0].can_learn(weights)
+        if is_compared and any(route.needs_comparison(weights) for route in self._routes):
+            with report.stage("learn"):
+                comparison = self._source_map.compare(weights)
+        return ExportedBuckets(
+            Export(weights),
+            self._stream,
+            self._ring,
+            report,
+            asks_for_reads=asks,
+            comparison=comparison,
+        )
 
     def _after_joining(self, run: SessionRun, source: SyncSource, task: SyncTask) -> SyncSource:
         """The source, now that all engines have said how buckets may come.
@@ -185,7 +197,8 @@ class SessionTransport:
                 warn_once(OTHER_BYTES)
             assert self._route is not None, "an export needs no arrangements"
             self._route.is_proven = False  # the engine may recheck its plan: so does the route
-            source, self._route = self._exported(task), None
+            source = self._exported(task, is_compared=run.ranks.error is None)
+            self._route = None
         return source
 
     def _transfer(self, run: SessionRun, source: SyncSource) -> list[Loaded] | None:
@@ -209,13 +222,13 @@ class SessionTransport:
                 engine.arrangements.learn(outcome.arrangements, self._stream.buckets)
 
     def _learn_routes(
-        self, routes: Sequence[Route], task: SyncTask, loaded: Sequence[Loaded]
+        self, routes: Sequence[Route], sync: ExportedSync, report: SyncReport
     ) -> None:
         """After a good sync by export: can the next ones do without it?"""
         for number, route in enumerate(routes, start=1):
-            if route.can_learn(task.weights):
-                with task.report.stage("learn"):
-                    needs_no_staging = route.learn(task.weights, loaded)
+            if route.can_learn(sync.weights):
+                with report.stage("learn"):
+                    needs_no_staging = route.learn(sync)
                 if route.is_proven:
                     self._free_ring()  # whole buckets needed more room than it does
                 if needs_no_staging:

@@ -5,7 +5,7 @@ them; it stays true for as long as the model does. Where those bytes are in memo
 question: parameters that are offloaded come back elsewhere.
 
     plan = PullPlan(traced, buckets, [bucket_reads(bucket.layout, traced) for bucket in buckets])
-    shards, table = share_shards(traced, sources(), device, rank, share)  # each rank, of its own
+    table = share_shards(traced, sources(), device, rank, share)  # each rank, of its own
     tables = group.all_gather(table)                  # then every rank knows all of them
     located = Located.of(plan, known, tables, readers, first_reader)
 """
@@ -108,9 +108,8 @@ def share_shards(
     device: torch.device,
     rank: int,
     share: Callable[[Block, torch.UntypedStorage], tuple[str, tuple[BufferHandle | None, ...]]],
-) -> tuple[list[torch.Tensor], MemoryTable]:
-    """This rank's shards, as flat bytes by parameter that keep the memory alive, and what the other
-    ranks are to know of them.
+) -> MemoryTable:
+    """What the other ranks are to know of this rank's shards.
 
     Args:
         now: the trainer's tensors.
@@ -121,26 +120,24 @@ def share_shards(
         NotTraceable: a shard lies in no memory that another process can map.
         ValueError: likewise.
     """
-    table, shards = BlockTable(device), []
+    table = BlockTable(device)
     blocks: dict[Block, tuple[int, torch.UntypedStorage]] = {}  # its position, a storage in it
     places = []
-    nothing = torch.empty(0, dtype=torch.uint8, device=device)
     for parameter in traced.parameters:
         name, place = parameter.source, NO_BYTES
-        shard = memory_of(now[name]) if parameter.owners.is_held_by(rank) else nothing
-        if shard.numel():
+        shard = memory_of(now[name]) if parameter.owners.is_held_by(rank) else None
+        if shard is not None and shard.numel():
             storage = shard.untyped_storage()
             block = table.block_of(Block.of(storage))
             if block is None or not _is_mappable(shard, device):
                 raise NotTraceable(f"{name} on {shard.device} cannot be mapped by other processes")
             position, _ = blocks.setdefault(block, (len(blocks), storage))
             place = position, shard.data_ptr() - block.address
-        shards.append(shard)
         places.append(place)
     if len(blocks) > MAX_BLOCKS:
         raise NotTraceable(f"the parameters lie in {len(blocks)} blocks of memory")
     shared = [share(block, storage) for block, (_, storage) in blocks.items()]
-    return shards, MemoryTable(
+    return MemoryTable(
         blocks=tuple(name for name, _ in shared),
         shards=tuple(places),
         handles=tuple(of_block for _, of_block in shared),

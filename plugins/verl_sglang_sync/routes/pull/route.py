@@ -3,10 +3,10 @@
 Nothing is exported, gathered, packed or sent: an engine rank maps the parameters' memory, that of
 all trainer ranks, and its load plan copies from there what it needs. Engines share the trainer
 ranks' GPUs, or have others of the same node. The export is traced once (which bytes of which shard
-is each tensor?), each rank tells the others where its shards lie, and each compares its own shards
-with the full export, bit for bit:
+is each tensor?), and each rank compares its own shards, bit for bit, with the full export that the
+engines load (`sources.comparison`). Then it tells the others where its shards lie:
 
-    pull.learn(export, loaded)                    # after a good exported sync
+    pull.learn(exported_sync)                     # after a good one
     source = pull.choose(export, report)          # in the next ones
     pull.recover(cause, export)                   # after one that failed
 
@@ -46,6 +46,7 @@ from verl_sglang_sync.routes.pull.located import (
 )
 from verl_sglang_sync.routes.route import (
     Delivery,
+    ExportedSync,
     InStep,
     ReadyBucket,
     Recovery,
@@ -81,6 +82,7 @@ class Pull(Route):
         self._located: Located | None = None
         self._used: frozenset[str] = frozenset()  # blocks that the last pulled sync read
         self._mapped: frozenset[str] = frozenset()  # those of them that the engines keep mapped
+        self._can_be_read = True  # by an engine rank of the last exported sync
         # Parameters have left where they were located before an engine had mapped that memory.
         self._have_left_unmapped = False
 
@@ -100,13 +102,17 @@ class Pull(Route):
         keeps = self._located.names == self._used
         return PulledBuckets(self, self._located, weights, report, keeps)
 
-    def learn(self, weights: Iterable[NamedTensor], loaded: Sequence[Loaded]) -> bool:
+    def needs_comparison(self, weights: Iterable[NamedTensor]) -> bool:
+        is_worthwhile = self._can_be_read and self.can_learn(weights)
+        return is_worthwhile and self._source_map.may_trace(weights)
+
+    def learn(self, sync: ExportedSync) -> bool:
         self.forget()
-        reasons = self.why_not(loaded)
+        reasons = self.why_not(sync.loaded)
         for reason in filter(None, dict.fromkeys(reasons)):
             num = f"{reasons.count(reason)} of {len(reasons)} engine ranks"
             warn_once(f"{num} cannot read the trainer's parameters in place: {reason}")
-        return not any(reasons) and self.prove(weights, loaded)
+        return not any(reasons) and self.prove(sync)
 
     def why_not(self, loaded: Sequence[Loaded]) -> list[str | None]:
         """By engine rank of all trainer ranks: why its replica cannot read in place; collective."""
@@ -119,19 +125,23 @@ class Pull(Route):
         own = [reasons.get(reader.replica) for reader in readers]
         hosts, of_ranks = zip(*self._group.all_gather((host_id(), own)), strict=True)
         several = "the trainer's ranks are on several nodes" if len(set(hosts)) > 1 else None
-        return [reason or several for reason in chain(*of_ranks)]
+        found = [reason or several for reason in chain(*of_ranks)]
+        self._can_be_read = None in found
+        return found
 
-    def prove(self, weights: Iterable[NamedTensor], loaded: Sequence[Loaded]) -> bool:
+    def prove(self, sync: ExportedSync) -> bool:
         """`learn`, after `forget`, for engine ranks that can read in place."""
-        nums = self._group.all_gather(len(loaded))
+        weights = sync.weights
+        nums = self._group.all_gather(len(sync.loaded))
         first = sum(nums[: own_rank()])
-        self._num_readers, self._own_readers = sum(nums), range(first, first + len(loaded))
+        self._num_readers, self._own_readers = sum(nums), range(first, first + len(sync.loaded))
         self._prepared_for = self._readers()
         # A handle that no engine uses keeps memory alive: others may take part in the next sync.
         comes_back = empties_storages(weights) or self._have_left_unmapped
         may_share = self._is_colocated and not comes_back
-        reason = self._make_plan(weights)
-        reason = reason or self._locate(weights, self._compare_with_export, may_share=may_share)
+        problem, failed = result_or_reason(self._compared(sync).finish)
+        reason = common_reason(self._group, problem or failed)
+        reason = reason or self._make_plan() or self._locate(weights, may_share=may_share)
         return self._conclude(reason)
 
     def recover(self, cause: Exception | None, weights: Iterable[NamedTensor]) -> Recovery:
@@ -175,10 +185,19 @@ class Pull(Route):
             raise SourcesChanged("the export is cut into other buckets")
         known.require(require_sources(weights)())
 
-    def _make_plan(self, weights: Iterable[NamedTensor]) -> str | None:
+    def _compared(self, sync: ExportedSync) -> Comparison:
+        """The export and the parameters; collective. It is made once more where that of the sync
+        was not compared, or what was traced for that does not hold any more.
+        """
+        weights, comparison = sync.weights, sync.comparison
+        if comparison is None or not self._source_map.has_held(weights, comparison):
+            comparison = self._source_map.compare(weights)
+            for pair in weights if comparison.traced is not None else ():
+                comparison.add([pair])
+        return comparison
+
+    def _make_plan(self) -> str | None:
         """Find the buckets' bytes in the shards; collective; returns why some are not there."""
-        if (reason := self._source_map.trace(weights)) is not None:
-            return reason
         traced, buckets = self._source_map.traced, self._stream.buckets
         old = self._plan
         is_known = old is not None and old.traced is traced and old.buckets == buckets
@@ -190,18 +209,11 @@ class Pull(Route):
         self._plan = None if reads is None else PullPlan(traced, buckets, reads)
         return common_reason(self._group, reason)
 
-    def _locate(
-        self,
-        weights: Iterable[NamedTensor],
-        check: Callable[[Iterable[NamedTensor], list[torch.Tensor]], str | None] | None = None,
-        *,
-        may_share: bool = True,
-    ) -> str | None:
+    def _locate(self, weights: Iterable[NamedTensor], *, may_share: bool = True) -> str | None:
         """Find all ranks' parameters where they are now; collective; returns why engines cannot
         read.
 
         Args:
-            check: what else must hold, also collective.
             may_share: False: make no handles, whose memory lives until an engine has used them; the
                 parameters are located again before the next sync.
         """
@@ -209,13 +221,8 @@ class Pull(Route):
         found, reason = result_or_reason(
             lambda: self._own_memory(weights, may_share), NotTraceable, SourcesChanged
         )
-        tables = self._group.all_gather(None if found is None else found[2])
+        tables = self._group.all_gather(None if found is None else found[1])
         agreed = common_reason(self._group, reason)
-        if agreed is None and check is not None:
-            assert found is not None
-            shards = found[1]
-            problem, failed = result_or_reason(lambda: check(weights, shards))
-            agreed = common_reason(self._group, problem or failed)
         if agreed is None:
             assert self._plan is not None and found is not None
             readers, first = self._own_readers, self._first_reader
@@ -224,15 +231,15 @@ class Pull(Route):
 
     def _own_memory(
         self, weights: Iterable[NamedTensor], may_share: bool
-    ) -> tuple[KnownSources, list[torch.Tensor], MemoryTable]:
-        """This rank's parameters: recognised later, kept while compared, told to the others."""
+    ) -> tuple[KnownSources, MemoryTable]:
+        """This rank's parameters: recognised later, and told to the others."""
         assert self._plan is not None, "nothing was traced"
         now = self._source_map.current(weights, self._plan.traced)
         if empties_storages(weights):  # the names of what was there before say nothing now
             self._names = BlockNames()
         share = partial(self._shared, may_share)
-        shards, table = share_shards(self._plan.traced, now, self._device, own_rank(), share)
-        return KnownSources(now), shards, table
+        table = share_shards(self._plan.traced, now, self._device, own_rank(), share)
+        return KnownSources(now), table
 
     def _shared(
         self, may_share: bool, block: Block, member: torch.UntypedStorage
@@ -247,16 +254,6 @@ class Pull(Route):
         for handle in handles:
             self._record(handle)
         return name, handles
-
-    def _compare_with_export(
-        self, weights: Iterable[NamedTensor], shards: Sequence[torch.Tensor]
-    ) -> str | None:
-        """The first difference of this rank's shards and the full export, which is collective."""
-        assert self._plan is not None
-        comparison = Comparison(self._plan.traced, shards, self._device)
-        for name, exported in weights:
-            comparison.add(name, exported)
-        return comparison.finish()
 
 
 @dataclass(eq=False)

@@ -19,7 +19,6 @@ from itertools import chain
 import torch
 
 from sglang_loader.common.regions.arrangement import Arrangement
-from sglang_loader.common.session.messages import Loaded
 from verl_sglang_sync.collective import (
     common_reason,
     holds_everywhere,
@@ -28,7 +27,7 @@ from verl_sglang_sync.collective import (
 )
 from verl_sglang_sync.engine.arrangements import RankArrangements
 from verl_sglang_sync.report import SyncReport, warn_once
-from verl_sglang_sync.routes.route import Route, RouteContext, SyncSource
+from verl_sglang_sync.routes.route import ExportedSync, Route, RouteContext, SyncSource
 from verl_sglang_sync.routes.shards.all_to_all import AllToAll
 from verl_sglang_sync.routes.shards.exchange_plan import (
     Received,
@@ -121,21 +120,21 @@ class ShardRoute(Route):
         assert self._plan is not None
         return self._source_of(self._plan, report)
 
-    def learn(self, weights: Iterable[NamedTensor], loaded: Sequence[Loaded]) -> bool:
+    def learn(self, sync: ExportedSync) -> bool:
         own = [reader.matching(self._stream.buckets) for reader in self._readers()]
         # Wait for every engine's load plan: with it the engine tells what it reads, unless that is
         # all. A recheck does not wait: it is due on all ranks, whatever engines loaded eagerly.
         is_final = all(
             each.digest or outcome.may_read_in_place or not outcome.num_eager
-            for each, outcome in zip(own, loaded, strict=True)
+            for each, outcome in zip(own, sync.loaded, strict=True)
         )
         if self._plan is None and not holds_everywhere(self._group, is_final):
             return False
         is_planned = self._plan is not None and self._plan.own == own
         everywhere = holds_everywhere(self._group, is_planned)
-        reason = None if everywhere else self._make_plan(weights, own)
-        if reason is not None or self._begin(weights):
-            self._conclude(reason or self._prove(weights))
+        reason = None if everywhere else self._make_plan(sync.weights, own)
+        if reason is not None or self._begin(sync.weights):
+            self._conclude(reason or self._prove(sync.weights))
         return False  # exported buckets need staging
 
     def forget(self) -> None:
