@@ -1,4 +1,6 @@
-"""Properties of torch's operators, from their schemas: views, writes, randomness, host reads."""
+"""Properties of torch's operators, from their schemas: views, writes, randomness, host reads; and
+what the arguments of a call are.
+"""
 
 from __future__ import annotations
 
@@ -47,6 +49,19 @@ def read_traits(op: torch._ops.OpOverload) -> OpTraits:
     if entry is None:
         entry = _by_id[id(op)] = op, _traits_of(op)
     return entry[1]
+
+
+def leaves(value: Any) -> list[Any]:
+    """The leaves of nested lists, tuples and dicts: arguments or results of an operator."""
+    if not isinstance(value, (list, tuple, dict)):
+        return [value]
+    found: list[Any] = []
+    for item in value.values() if isinstance(value, dict) else value:
+        if isinstance(item, (list, tuple, dict)):
+            found += leaves(item)
+        else:
+            found.append(item)
+    return found
 
 
 def _traits_of(op: torch._ops.OpOverload) -> OpTraits:

@@ -23,10 +23,9 @@ from unittest import mock
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_iter, tree_map_only
 
 from sglang_loader.common.layout import BucketLayout
-from sglang_loader.common.op_traits import read_traits
+from sglang_loader.common.op_traits import leaves, read_traits
 from sglang_loader.common.regions.arrangement import Read
 from sglang_loader.common.regions.compose import ByteMap, compose_read
 from sglang_loader.common.regions.geometry import Region
@@ -241,7 +240,7 @@ class _Follower(TracingMode):
         kwargs = kwargs or {}
         if func.namespace in _COLLECTIVES:
             self._refuse(f"the export communicates: {func}")
-        tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        tensors = _tensors_in((args, kwargs))
         if self._problem is not None:  # the export is cleaning up
             return func(*args, **kwargs)
         name = func._schema.name
@@ -253,14 +252,14 @@ class _Follower(TracingMode):
                 self._refuse(f"the export {what} shards: {func}")
             return func(*args, **kwargs)
         if not any(tensor.is_meta for tensor in tensors):
-            return self._computed_here(func, args, kwargs)
+            return self._computed_here(func, tensors, args, kwargs)
         if name in _COPIES:
             return self._copied(func, tensors[0], args, kwargs)
         out = None
         if not func._schema.is_mutable and read_traits(func).view:
             out = func(*args, **kwargs)
         known = {tensor.untyped_storage()._cdata for tensor in tensors}
-        made = [leaf for leaf in tree_iter(out) if isinstance(leaf, torch.Tensor)]
+        made = _tensors_in(out)
         if not made or any(leaf.untyped_storage()._cdata not in known for leaf in made):
             self._refuse(f"the export computes with what it gathered: {func}")
         return out
@@ -272,15 +271,16 @@ class _Follower(TracingMode):
             return None
         return f"the parameters are offloaded ({shard.device.type}), and the export moves each"
 
-    def _computed_here(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _computed_here(
+        self, func: Any, given: list[torch.Tensor], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
         """Ordinary tensors: remember which ones an operator made or changed."""
         out = func(*args, **kwargs)
-        given = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         known = {tensor.untyped_storage()._cdata for tensor in given}
         written = read_traits(func).written_in(args, kwargs)
-        made = [leaf.untyped_storage() for leaf in tree_iter(out) if isinstance(leaf, torch.Tensor)]
+        made = [tensor.untyped_storage() for tensor in _tensors_in(out)]
         made = [storage for storage in made if storage._cdata not in known]
-        made += [x.untyped_storage() for x in tree_iter(written) if isinstance(x, torch.Tensor)]
+        made += [tensor.untyped_storage() for tensor in _tensors_in(written)]
         for storage in made:
             self._kept.append(storage)
             self._computed[storage._cdata] = str(func)
@@ -291,7 +291,9 @@ class _Follower(TracingMode):
         device = kwargs.get("device")
         if device is not None and torch.device(device).type not in ("meta", self._device.type):
             self._refuse(f"the export moves tensors to {device}, the engine is on {self._device}")
-        copy = func(*args, **tree_map_only(torch.device, lambda _: torch.device("meta"), kwargs))
+        if device is not None:
+            kwargs = {**kwargs, "device": torch.device("meta")}
+        copy = func(*args, **kwargs)
         if copy.dtype != source.dtype:
             self._refuse(f"the export converts {source.dtype} to {copy.dtype}")
         order = sorted(range(copy.dim()), key=lambda d: (-copy.stride(d), d))
@@ -304,6 +306,10 @@ class _Follower(TracingMode):
         bytes_ = self._within(known, source.permute(order), "a copy")
         self._keep(copy, _TracedStorage(known.parameter, bytes_))
         return copy
+
+
+def _tensors_in(value: object) -> list[torch.Tensor]:
+    return [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
