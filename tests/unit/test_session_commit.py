@@ -155,7 +155,8 @@ def send_all(trainer, ring, *, arranged=False):
     """Both buckets, and that they are all, without a look at what the engine says."""
     report = SyncReport(mode="compiled", replica=0)
     export, stream = Export(list(WEIGHTS.items())), BucketStream(SETTINGS.bucket_bytes)
-    for ready in ExportedBuckets(export, stream, ring, report, asks_for_reads=True):
+    buckets = ExportedBuckets(export, stream, ring, report, asks_for_reads=True, prepare=Mock())
+    for ready in buckets:
         assert ready.storage is not None
         slot = trainer.map_buffer(ready.storage, keep=True)
         pieces = encode_pieces([BucketPiece(slot, 0, 0, ready.nbytes)])

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from threading import Event
 from unittest.mock import Mock
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from sglang_loader.session import serve
 from support.settings import settings_of
 from unit.serving_engine import ByName, ServingEngine
 from verl_sglang_sync import WeightSyncError
@@ -374,21 +376,53 @@ def test_a_parameter_that_is_replaced_while_it_is_exported_is_traced_again(monke
 
 
 def test_sources_that_trace_themselves_do_so_once_they_have_been_exported():
-    case, num_exports = Traceable(), []
+    case, seen = Traceable(), []
 
     class Sources:
         def __call__(self):
             return case.parameters
 
         def trace(self, device):
-            num_exports.append(case.num_exports)
+            seen.append((case.num_exports, case.trainer.engine.num_published))
             weights = case.parameters.items()
             return trace_export(weights, sources=self, world_size=1, device=device)
 
     case.sources = Sources()
     case.sync()
-    assert (num_exports, case.num_exports) == ([1], 2), "made once more, to be compared"
+    assert seen == [(1, 0)], "while the engine loads"
+    assert case.num_exports == 2, "made once more, to be compared"
     assert case.sync().num_pulled == 4 and case.has_arrived()
     case.route.is_proven = False
     case.sync()
-    assert (num_exports, case.num_exports) == ([1], 3), "the trace is known"
+    assert (len(seen), case.num_exports) == (1, 3), "the trace is known"
+
+
+@pytest.mark.parametrize("fails", (False, True))
+def test_the_next_syncs_are_prepared_while_the_engine_loads_the_last_bucket(monkeypatch, fails):
+    """It has been told by then that this is the last. A sync that fails then proves nothing."""
+    case, is_told, is_prepared, events = Traceable(), Event(), Event(), []
+    finish, prepare = serve._Session._finish, case.route.prepare
+
+    def finished(session, message):
+        is_told.set()
+        assert is_prepared.wait(5)
+        if fails:
+            raise RuntimeError("the engine broke")
+        return finish(session, message)
+
+    def prepared(weights):
+        assert is_told.wait(5)
+        prepare(weights)
+        events.append("prepared")
+        is_prepared.set()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(serve._Session, "_finish", finished)
+        patched.setattr(case.route, "prepare", prepared)
+        with pytest.raises(WeightSyncError, match="the engine broke") if fails else nullcontext():
+            case.sync()
+    assert events == ["prepared"]
+    assert case.route.is_proven is not fails
+    if fails:
+        assert case.sync().num_pulled == 0
+    assert case.sync().num_pulled == 4 and case.has_arrived()

@@ -10,6 +10,7 @@ A source is chosen before the engine has joined, the same on all ranks, and used
     source.start()                              # while the engine joins
     for bucket in source: ...                   # once it has: each is loaded
     source.confirm()                            # before the engines may publish
+    source.prepare_next()                       # while they load the last of it
     source.drain()                              # in any case: no other rank waits for this one
     source.end()                                # after a good sync
 """
@@ -103,6 +104,9 @@ class SyncSource:
 
     def __iter__(self) -> Iterator[ReadyBucket]:
         raise NotImplementedError
+
+    def prepare_next(self) -> None:
+        """Do what later syncs need, while the engines load what was sent; never raises."""
 
     def confirm(self) -> None:
         """Raise unless the buckets are what the export gives."""
@@ -227,9 +231,14 @@ class Route:
 
     def needs_comparison(self, weights: Iterable[NamedTensor]) -> bool:
         """True if the export of the next sync should be compared with the parameters, while it is
-        loaded, lest `learn` make another one; equal on all ranks.
+        loaded, lest `learn` make another one; collective, equal on all ranks.
         """
         return False
+
+    def prepare(self, weights: Iterable[NamedTensor]) -> None:
+        """Do of `learn` what needs nobody else, while the engines load the last buckets of an
+        export; never raises: what is wrong is told by `learn`.
+        """
 
     def learn(self, sync: ExportedSync) -> bool:
         """After a good exported sync: prepare, and prove, the next ones.

@@ -24,10 +24,10 @@ addresses. What is traced holds as long as they are of the same kinds (`KnownSou
 
 from __future__ import annotations
 
-import traceback
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -61,6 +61,9 @@ MAX_TRACES = 4
 """How often the parameters may be replaced by others before it is not worth the tracing."""
 
 
+Found: TypeAlias = tuple[TracedExport, KnownSources]
+
+
 class SourceMap:
     """Of one trainer rank, for all its syncs.
 
@@ -72,7 +75,8 @@ class SourceMap:
         self.off_reason: str | None = None
         self._group = group
         self._device = device
-        self._found: tuple[TracedExport, KnownSources] | None = None
+        self._found: Found | None = None
+        self._ahead: Found | None = None
         self._num_traces = 0
 
     @property
@@ -81,10 +85,13 @@ class SourceMap:
         return self._found[0]
 
     def may_trace(self, export: Iterable[NamedTensor]) -> bool:
-        """Whether the export may be traced though it has not been made before. Not by its sources:
-        Megatron-Bridge's mappings keep from their first conversion what the ranks tell each other.
+        """Whether the export may be traced though it may not have been made before; collective. Not
+        by its sources: Megatron-Bridge's mappings keep what the ranks tell each other in the first
+        conversion.
         """
-        return self._found is not None or not hasattr(sources_of(export), "trace")
+        if not hasattr(sources_of(export), "trace"):
+            return True
+        return holds_everywhere(self._group, self.holds(export))
 
     def compare(self, export: Iterable[NamedTensor]) -> Comparison:
         """Trace the export, unless the last trace holds, to compare what is exported next with the
@@ -98,22 +105,26 @@ class SourceMap:
     def has_held(self, export: Iterable[NamedTensor], comparison: Comparison) -> bool:
         """True if what was traced for a comparison still holds; collective."""
         is_last = self._found is not None and self._found[0] is comparison.traced
-        return holds_everywhere(self._group, is_last and self._holds(export))
+        return holds_everywhere(self._group, is_last and self.holds(export))
+
+    def holds(self, export: Iterable[NamedTensor]) -> bool:
+        """True if the export is traced, and this rank's parameters are of the kinds of then."""
+        return _is_of(self._found, export)
+
+    def trace_ahead(self, export: Iterable[NamedTensor]) -> None:
+        """Do of `trace` what needs no other rank; what is wrong is found once more there."""
+        if self.off_reason is None and not self.holds(export) and not _is_of(self._ahead, export):
+            self._ahead, _ = result_or_reason(lambda: self._trace(export), NotTraceable)
 
     def trace(self, export: Iterable[NamedTensor]) -> str | None:
         """Trace the export, unless the last trace holds; collective; returns why it failed."""
         if self.off_reason is not None:
             return self.off_reason
-        if holds_everywhere(self._group, self._holds(export)):
+        if holds_everywhere(self._group, self.holds(export)):
             return None
-        self._num_traces += 1
-        self._found, reason = None, None
-        try:
-            self._found = self._trace(export)
-        except NotTraceable as error:
-            reason = str(error)
-        except Exception:
-            reason = traceback.format_exc()
+        self._found, self._ahead, reason = self._ahead, None, None
+        if not self.holds(export):
+            self._found, reason = result_or_reason(lambda: self._trace(export), NotTraceable)
         self.off_reason = common_reason(self._group, reason) or self._merge()
         if self.off_reason is not None:
             self._found = None
@@ -147,14 +158,9 @@ class SourceMap:
         self._found[1].require(now)
         return now
 
-    def _holds(self, export: Iterable[NamedTensor]) -> bool:
-        try:
-            return self._found is not None and bool(self.current(export, self._found[0]))
-        except Exception:  # the other ranks wait for an answer; tracing anew tells the reason
-            return False
-
-    def _trace(self, export: Iterable[NamedTensor]) -> tuple[TracedExport, KnownSources]:
+    def _trace(self, export: Iterable[NamedTensor]) -> Found:
         """No rank waits for another."""
+        self._num_traces += 1
         if self._num_traces > MAX_TRACES:
             raise NotTraceable(f"the parameters were replaced by others {MAX_TRACES} times")
         sources = require_sources(export)
@@ -165,6 +171,13 @@ class SourceMap:
                 export, sources=sources, world_size=world_size(), device=self._device
             )
         return traced, KnownSources(sources(), located=False)
+
+
+def _is_of(found: Found | None, export: Iterable[NamedTensor]) -> bool:
+    """Whether it was found for parameters of these kinds. Tracing anew tells what is wrong."""
+    if found is None:
+        return False
+    return result_or_reason(lambda: found[1].require(require_sources(export)()))[1] is None
 
 
 @dataclass(frozen=True)

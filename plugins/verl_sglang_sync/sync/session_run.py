@@ -3,7 +3,7 @@
 run = SessionRun(opened, ranks, settings, report)   # the requests have left
 has_met = run.meet()                    # all ranks: every engine rank has joined
 run.send(source)                        # each rank at its own pace
-loaded = run.finish(asks_for_reads=False)  # its engine ranks have read all
+loaded = run.finish(source)             # its engine ranks have read all
 run.commit()                            # once all ranks have come so far
 run.end(defers_reply=True)              # all ranks leave together
 """
@@ -96,20 +96,17 @@ class SessionRun:
         if not self.ranks.num_buckets:
             raise ValueError("the trainer exported no tensor")
 
-    def finish(self, *, asks_for_reads: bool) -> list[Loaded]:
-        """Have the engine ranks read to the end; how each has loaded the buckets.
-
-        Args:
-            asks_for_reads: each is asked what it reads of the buckets.
-        """
-        ranks = self.ranks
+    def finish(self, source: SyncSource) -> list[Loaded]:
+        """Have the engine ranks read to the end; how each has loaded the buckets."""
+        ranks, asks = self.ranks, source.asks_for_reads
         for engine in self.engines:
             with engine.naming():
                 engine.session.finish(
                     num_buckets=ranks.num_buckets,
                     num_tensors=ranks.num_tensors,
-                    arrangements=engine.arrangements.held_digest if asks_for_reads else None,
+                    arrangements=engine.arrangements.held_digest if asks else None,
                 )
+        source.prepare_next()
         limit_s = self._settings.request_timeout_s
         with self._report.stage("load"):
             wait_for(self.engines, lambda s: s.num_done == ranks.num_buckets, limit_s)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -182,8 +182,15 @@ class SessionTransport:
             self._ring,
             report,
             asks_for_reads=asks,
+            prepare=partial(self._prepare_routes, task),
             comparison=comparison,
         )
+
+    def _prepare_routes(self, task: SyncTask) -> None:
+        for route in self._routes:
+            if route.can_learn(task.weights):
+                with task.report.stage("learn"):
+                    route.prepare(task.weights)
 
     def _after_joining(self, run: SessionRun, source: SyncSource, task: SyncTask) -> SyncSource:
         """The source, now that all engines have said how buckets may come.
@@ -207,7 +214,7 @@ class SessionTransport:
         ranks.run_if_ok(lambda: run.send(source))
         ranks.run_if_ok(source.confirm)
         source.drain()
-        loaded = ranks.run_if_ok(lambda: run.finish(asks_for_reads=source.asks_for_reads))
+        loaded = ranks.run_if_ok(lambda: run.finish(source))
         if ranks.error is None and ranks.agree():
             ranks.run_if_ok(run.commit)
         return loaded

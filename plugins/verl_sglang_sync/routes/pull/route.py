@@ -106,6 +106,11 @@ class Pull(Route):
         is_worthwhile = self._can_be_read and self.can_learn(weights)
         return is_worthwhile and self._source_map.may_trace(weights)
 
+    def prepare(self, weights: Iterable[NamedTensor]) -> None:
+        self._source_map.trace_ahead(weights)
+        if self._source_map.holds(weights):
+            self._plan, _ = self._planned()
+
     def learn(self, sync: ExportedSync) -> bool:
         self.forget()
         reasons = self.why_not(sync.loaded)
@@ -198,16 +203,18 @@ class Pull(Route):
 
     def _make_plan(self) -> str | None:
         """Find the buckets' bytes in the shards; collective; returns why some are not there."""
-        traced, buckets = self._source_map.traced, self._stream.buckets
-        old = self._plan
-        is_known = old is not None and old.traced is traced and old.buckets == buckets
-        if holds_everywhere(self._group, is_known):
-            return None
+        self._plan, reason = self._planned()
+        return common_reason(self._group, reason)
+
+    def _planned(self) -> tuple[PullPlan | None, str | None]:
+        """The plan that holds now, or why there is none."""
+        traced, buckets, old = self._source_map.traced, self._stream.buckets, self._plan
+        if old is not None and old.traced is traced and old.buckets == buckets:
+            return old, None
         reads, reason = result_or_reason(
             lambda: [bucket_reads(bucket.layout, traced) for bucket in buckets], NotTraceable
         )
-        self._plan = None if reads is None else PullPlan(traced, buckets, reads)
-        return common_reason(self._group, reason)
+        return (None if reads is None else PullPlan(traced, buckets, reads)), reason
 
     def _locate(self, weights: Iterable[NamedTensor], *, may_share: bool = True) -> str | None:
         """Find all ranks' parameters where they are now; collective; returns why engines cannot
