@@ -294,13 +294,14 @@ class Traceable:
         parameters: by name; each is a bucket of its own.
         sources: of the export.
         num_exports: those that were begun, traced ones among them.
+        fails_at: the export that raises; None: none does.
     """
 
     def __init__(self):
         self.parameters = {f"t{i}": torch.full((256,), i, dtype=torch.float32) for i in range(4)}
         for tensor in self.parameters.values():
             tensor.untyped_storage().share_memory_()
-        self.sources, self.num_exports = lambda: self.parameters, 0
+        self.sources, self.num_exports, self.fails_at = lambda: self.parameters, 0, None
         self.trainer = Trainer("compiled")
         self.model = ByName(self.parameters.items())
         self.trainer.engine.models = [self.model]
@@ -315,6 +316,8 @@ class Traceable:
     def _export(self):
         self.num_exports += 1
         yield from self.parameters.items()
+        if self.num_exports == self.fails_at:
+            raise RuntimeError("the export broke")
 
     def has_arrived(self):
         return contents(self.model.named_parameters()) == contents(self.parameters.items())
@@ -375,26 +378,38 @@ def test_a_parameter_that_is_replaced_while_it_is_exported_is_traced_again(monke
     assert case.sync().num_pulled == 4 and case.has_arrived()
 
 
+class SelfTracing:
+    """Sources that trace themselves; `seen`: exports and publications until then, each time."""
+
+    def __init__(self, case):
+        self._case, self.seen = case, []
+
+    def __call__(self):
+        return self._case.parameters
+
+    def trace(self, device):
+        self.seen.append((self._case.num_exports, self._case.trainer.engine.num_published))
+        weights = self._case.parameters.items()
+        return trace_export(weights, sources=self, world_size=1, device=device)
+
+
 def test_sources_that_trace_themselves_do_so_once_they_have_been_exported():
-    case, seen = Traceable(), []
-
-    class Sources:
-        def __call__(self):
-            return case.parameters
-
-        def trace(self, device):
-            seen.append((case.num_exports, case.trainer.engine.num_published))
-            weights = case.parameters.items()
-            return trace_export(weights, sources=self, world_size=1, device=device)
-
-    case.sources = Sources()
+    case = Traceable()
+    case.sources = SelfTracing(case)
     case.sync()
-    assert seen == [(1, 0)], "while the engine loads"
+    assert case.sources.seen == [(1, 0)], "while the engine loads"
     assert case.num_exports == 2, "made once more, to be compared"
     assert case.sync().num_pulled == 4 and case.has_arrived()
     case.route.is_proven = False
     case.sync()
-    assert (len(seen), case.num_exports) == (1, 3), "the trace is known"
+    assert (len(case.sources.seen), case.num_exports) == (1, 3), "the trace is known"
+
+
+def test_an_export_that_breaks_as_it_is_made_once_more_is_no_failure_of_the_sync():
+    case = Traceable()
+    case.sources, case.fails_at = SelfTracing(case), 2
+    case.sync()
+    assert case.has_arrived() and "the export broke" in case.route.off_reason
 
 
 @pytest.mark.parametrize("fails", (False, True))

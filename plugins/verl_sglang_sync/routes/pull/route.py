@@ -54,7 +54,6 @@ from verl_sglang_sync.routes.route import (
     RouteContext,
     SyncSource,
 )
-from verl_sglang_sync.sources.comparison import Comparison
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.export_trace import NotTraceable
 from verl_sglang_sync.sources.known_sources import (
@@ -144,8 +143,7 @@ class Pull(Route):
         # A handle that no engine uses keeps memory alive: others may take part in the next sync.
         comes_back = empties_storages(weights) or self._have_left_unmapped
         may_share = self._is_colocated and not comes_back
-        problem, failed = result_or_reason(self._compared(sync).finish)
-        reason = common_reason(self._group, problem or failed)
+        reason = common_reason(self._group, self._difference(sync))
         reason = reason or self._make_plan() or self._locate(weights, may_share=may_share)
         return self._conclude(reason)
 
@@ -190,16 +188,22 @@ class Pull(Route):
             raise SourcesChanged("the export is cut into other buckets")
         known.require(require_sources(weights)())
 
-    def _compared(self, sync: ExportedSync) -> Comparison:
-        """The export and the parameters; collective. It is made once more where that of the sync
-        was not compared, or what was traced for that does not hold any more.
+    def _difference(self, sync: ExportedSync) -> str | None:
+        """How the full export and this rank's shards differ; collective. Another export is made if
+        that of the sync was not compared, or what was traced for that does not hold any more.
         """
-        weights, comparison = sync.weights, sync.comparison
-        if comparison is None or not self._source_map.has_held(weights, comparison):
-            comparison = self._source_map.compare(weights)
-            for pair in weights if comparison.traced is not None else ():
+        comparison, again = sync.comparison, False
+        if comparison is None or not self._source_map.has_held(sync.weights, comparison):
+            comparison = self._source_map.compare(sync.weights)
+            again = comparison.traced is not None
+
+        def finish() -> str | None:
+            for pair in sync.weights if again else ():
                 comparison.add([pair])
-        return comparison
+            return comparison.finish()
+
+        problem, failed = result_or_reason(finish)
+        return problem or failed
 
     def _make_plan(self) -> str | None:
         """Find the buckets' bytes in the shards; collective; returns why some are not there."""
