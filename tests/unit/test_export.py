@@ -1,9 +1,11 @@
 """What the sync takes of the trainer's generator: a tied embedding once, all else as it comes."""
 
+from unittest import mock
+
 import pytest
 import torch
 
-from verl_sglang_sync.sources.export import Export, TensorsDiffer
+from verl_sglang_sync.sources.export import Export, Reexport, TensorsDiffer
 
 EMBEDDING = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
@@ -36,6 +38,14 @@ def test_the_copy_of_a_tied_embedding_is_left_out():
 )
 def test_anything_else_is_passed_on(weights):
     assert [name for name, _ in Export(weights)] == [name for name, _ in weights]
+
+
+def test_no_digest_is_taken_where_nothing_comes_twice():
+    weights = [(EMBEDDING, torch.zeros(4, 2))]
+    export = Reexport(lambda: weights, sources=dict)
+    with mock.patch("verl_sglang_sync.sources.export.tensor_digest") as digest:
+        assert list(Export(export)) == weights and not digest.called
+        assert list(Export(weights)) == weights and digest.called
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,9 @@ class Export:
     def __init__(self, weights: Iterable[NamedTensor]) -> None:
         self._source = chain.from_iterable((weights,))  # begins at the first tensor
         self._embeddings: dict[str, tuple[torch.Size, torch.Tensor]] = {}
+        # An export that names its sources has each tensor once, and the first digest compiles a
+        # kernel while the engines wait for the first bucket.
+        self._may_repeat = getattr(weights, "sources", None) is None
         self.failed = False
         self._stream = self._distinct()
 
@@ -55,7 +58,7 @@ class Export:
         try:
             for item in self._source:
                 is_ours = True
-                if not (item[0].endswith(EMBEDDING) and self._is_copy(*item)):
+                if not (self._may_repeat and item[0].endswith(EMBEDDING) and self._is_copy(*item)):
                     yield item
                 del item  # so that its memory can be used for the next one
                 is_ours = False
