@@ -5,6 +5,7 @@ import time
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -154,3 +155,12 @@ def test_a_group_that_is_not_formed_in_time_names_who_is_silent_and_is_left(answ
     )
     own.set_result("the group")  # too late
     assert left == [("the group", True)]
+
+
+def test_every_trainer_rank_names_the_limit_of_a_group_that_is_not_formed_in_time(monkeypatch):
+    place = GroupPlace("weight_sync_a", "127.0.0.1", 1, 2)
+    trainers = SimpleNamespace(all_gather=lambda _: [place, None])
+    monkeypatch.setattr(update_groups, "in_thread", lambda *_: Future())
+    settings = {"address": "", "device": CPU, "timeout_s": 0.05, "trainers": trainers}
+    with pytest.raises(UpdateGroupError, match=r"not all ranks came within 0.05 s, of timeouts_s"):
+        UpdateGroups(**settings).with_replicas(None)

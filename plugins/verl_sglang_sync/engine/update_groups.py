@@ -181,8 +181,9 @@ class UpdateGroups:
         try:
             return UpdateGroup(place.name, own.result(self._timeout_s))
         except Exception as error:
+            problem = repr(error) if own.done() else _too_late(self._timeout_s)
             own.add_done_callback(_leave_late)
-            raise UpdateGroupError(f"{place.name} was not formed: {error!r}") from None
+            raise UpdateGroupError(f"{place.name} was not formed: {problem}") from None
 
     def _lead(
         self,
@@ -249,8 +250,11 @@ def _why_not_formed(
     silent = [r.base_url for r, future in zip(replicas, joined, strict=True) if not future.done()]
     if own.done() and failure is None and not silent:
         return None
-    reason = failure or f"not all ranks came within {timeout_s:g} s, of {LIMITED_BY}"
-    return f"{reason}; no word of: {', '.join(silent) or 'nobody'}"
+    return f"{failure or _too_late(timeout_s)}; no word of: {', '.join(silent) or 'nobody'}"
+
+
+def _too_late(timeout_s: float) -> str:
+    return f"not all ranks came within {timeout_s:g} s, of {LIMITED_BY}"
 
 
 def _leave_servers(
