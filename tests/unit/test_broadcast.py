@@ -289,6 +289,25 @@ def test_an_engine_joins_a_group_of_ours_or_leaves_it(work, monkeypatch, error):
         assert left == [(GROUP, True)] and not runner._model_update_group
 
 
+def test_a_group_without_a_secret_serves_no_session_and_is_left_when_told(monkeypatch, left):
+    """Its store was closed between."""
+
+    def closed(group):
+        raise torch.distributed.DistNetworkError("closed")
+
+    monkeypatch.setattr(group_hooks, "join", lambda *_: GROUP)
+    monkeypatch.setattr(group_hooks, "secret_of", closed)
+    monkeypatch.setattr(group_hooks, "_secrets", {})
+    monkeypatch.setattr(group_hooks, "tp_rank", lambda: 1)
+    runner = Runner()
+    success, message = join(runner, 1)
+    assert not success and "closed" in message
+    with pytest.raises(SessionError, match="'weight_sync_a' was never formed"):
+        group_hooks.groups_of(runner, DESCRIPTOR)
+    assert group_hooks.leave_group(None, runner, "weight_sync_a")[0]
+    assert left == [(GROUP, False)]
+
+
 def test_other_groups_are_sglangs_own(work, left):
     runner = Runner()
     originals = []

@@ -52,11 +52,11 @@ def join_group(
     place = GroupPlace(group_name, master_address, master_port, world_size)
     try:
         group = join(place, rank_offset + tp_rank(), device_of(model_of(owner)))
+        update_groups(owner)[group_name] = group  # from now on the trainer may have us leave it
         _secrets[group_name] = secret_of(group)
     except Exception:
         logger.exception("cannot join %s", place)
         return False, f"cannot join {place}\n{traceback.format_exc()}"
-    update_groups(owner)[group_name] = group
     ours = [name for name in update_groups(owner) if name.startswith(GROUP_PREFIX)]
     for name in ours[:-MAX_GROUPS]:  # of trainers that died, which told nobody to leave
         _leave(owner, name)
