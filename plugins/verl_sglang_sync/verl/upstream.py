@@ -1,6 +1,6 @@
 """What verl 0.9.1 lacks, alone or with the SGLang that is there: done where a preset is chosen.
 
-Each function looks at the installed SGLang, and changes nothing if that is not needed.
+What the installed SGLang does not need is left as it is.
 """
 
 from __future__ import annotations

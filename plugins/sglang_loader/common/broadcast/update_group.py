@@ -42,7 +42,7 @@ GROUP_PREFIX = "weight_sync_"
 REACH_TIMEOUT_S = 5.0
 LEAVE_TIMEOUT_S = 10.0
 CONNECT_TRIES = 5
-"""For a connection gloo waits so many times as long as it is told."""
+"""For a connection gloo waits so many times as long as it is told; for an address just so long."""
 LIMITED_BY = "timeouts_s.group, else request_timeout_s"
 """The setting that limits how long a group takes to form."""
 _SECRET = "secret"
@@ -68,7 +68,8 @@ class MeetingPoint:
     Args:
         address: of this host, as the engines reach it.
         num_trainers: so many of the group's ranks, the first ones, are the trainer's.
-        limit_s: seconds for which a rank waits there for the others, and again to be connected.
+        limit_s: seconds for which a rank waits there for the others, and again to be connected; one
+            that has come and does not say its address is waited for a fifth of that.
     """
 
     def __init__(self, address: str, world_size: int, num_trainers: int, *, limit_s: float) -> None:

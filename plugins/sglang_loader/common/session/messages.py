@@ -132,10 +132,10 @@ class SharedBuffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """A buffer of the trainer that pieces lie in.
 
     Attributes:
-        slot: its number in the pieces of this session. name: identifies one block of memory for as
-        long as it is allocated. handle: None if the engine still has the buffer mapped. Each handle
-        is sent once, since torch
-            counts its receivers.
+        slot: its number in the pieces of this session.
+        name: of one block of memory for as long as it is allocated.
+        handle: None if the engine still has the buffer mapped: torch counts the receivers of a
+            handle, so each handle is sent once.
         keep: keep the buffer mapped after the session.
     """
 
