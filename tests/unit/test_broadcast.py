@@ -341,6 +341,19 @@ def test_a_group_is_aborted_only_if_a_broadcast_is_outstanding(work, left, joine
     assert not receiver.is_waiting_in(GROUP)
 
 
+def test_the_last_reference_to_a_group_goes_with_it(left, joined):
+    """gloo waits for outstanding collectives when it is dropped: `leave` does that in a thread."""
+    group = Runner()
+    joined._model_update_group["weight_sync_a"] = group
+    group_hooks.receiver.begin_session(group, group, CPU, 1.0)
+    group_hooks.receiver.release()
+    assert group_hooks.leave_group(None, joined, "weight_sync_a")[0]
+    left.clear()
+    gone = weakref.ref(group)
+    del group
+    assert gone() is None
+
+
 def test_leaving_ends_though_a_peer_is_dead(monkeypatch, caplog):
     monkeypatch.setattr(update_group, "LEAVE_TIMEOUT_S", 0.05)
     never = threading.Event()

@@ -137,6 +137,7 @@ class GroupReceiver:
         """
         unfinished = [each for each in self._incoming if not each.is_over()]
         self._incoming.clear()
+        self._group = self._senders = None
         if not unfinished:
             return
         if self._device.type == "cuda":
