@@ -50,6 +50,11 @@ def is_written(refs: Iterable[TensorRef], writes: Writes) -> bool:
 def why_stale(buckets: Sequence[BucketPlan], destinations: Destinations) -> str | None:
     """The first weight that a sync by these plans would leave otherwise than `load_weights`, in
     words; None if there is none.
+
+    Bucket 0 has `kv_b` of layer 0, bucket 1 that of layer 1. If each call of `load_weights` derives
+    `w_kc` of both layers, bucket 0 may leave out that of layer 1: its `kv_b` was last written by
+    bucket 1, one sync before, which derived it. If only the second call derives any, that of layer
+    0 is stale: bucket 1 would leave it out, and bucket 0, which writes its `kv_b`, does not derive.
     """
     left_out: dict[DerivedWrite, list[int]] = defaultdict(list)  # and the buckets that leave it out
     unwritten: dict[int, list[Interval]] = defaultdict(list)  # bytes by destination storage
