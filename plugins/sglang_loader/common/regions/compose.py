@@ -137,7 +137,11 @@ def shard_copies(
 
 
 def _cut(source: ByteMap, copy: StridedCopy) -> list[StridedCopy]:
-    """Cut a copy that spans several of the tensor's dimensions into smaller ones."""
+    """Cut a copy that spans several of the tensor's dimensions into smaller ones.
+
+    Of 8 rows of 32 bytes, bytes 0 to 64 become one copy of 2 rows (`_factored`), bytes 16 to 80
+    three runs, which end at 32, 64 and 80, and 3 runs of 16 bytes, 48 apart, one copy each.
+    """
     unit = copy.unit
     whole = (*copy.dims, (copy.run, unit.src_bytes, unit.dst_bytes))
     factored = _factored(source, copy.src, whole)
@@ -156,7 +160,10 @@ def _cut(source: ByteMap, copy: StridedCopy) -> list[StridedCopy]:
 
 
 def _factored(source: ByteMap, offset: int, dims: tuple[Dim, ...]) -> tuple[Dim, ...] | None:
-    """The dimensions, with one split where a dimension of the tensor ends; None if none can be."""
+    """The dimensions, with one split where a dimension of the tensor ends; None if none can be.
+
+    `((64, 1, 1),)` from byte 0 of rows of 32 bytes is `((2, 32, 32), (32, 1, 1))`.
+    """
     for i, (count, src, dst) in enumerate(dims):
         for value in source.place_values[:-1]:
             if src and src < value and value % src == 0:
