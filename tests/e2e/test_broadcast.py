@@ -33,7 +33,7 @@ from verl_sglang_sync.engine.session import EngineCannotMap
 from verl_sglang_sync.routes.pull.located import PulledDelivery
 from verl_sglang_sync.routes.pull.route import PulledBuckets
 from verl_sglang_sync.routes.shards.all_to_all import AllToAll
-from verl_sglang_sync.sources.known_sources import SourcesChanged
+from verl_sglang_sync.sources.snapshot import SourcesChanged
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -15,7 +15,7 @@ def misplaced(export: Iterable[tuple[str, torch.Tensor]], source_map: Any, group
         source_map: has traced it.
         group: the trainer's ranks.
     """
-    from verl_sglang_sync.sources.known_sources import memory_of
+    from verl_sglang_sync.sources.snapshot import memory_of
 
     traced, rank, full = source_map.traced, dist.get_rank(), dict(export)
     now = source_map.current(export, traced)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from sglang_loader.common.shared_memory import share_on_host
 from verl_sglang_sync.bench.model_shapes import MODELS, tensor_shapes, weights_bytes
 from verl_sglang_sync.sources.export import Reexport
-from verl_sglang_sync.sources.known_sources import module_state
+from verl_sglang_sync.sources.snapshot import module_state
 
 NamedTensor = tuple[str, torch.Tensor]
 

@@ -34,7 +34,7 @@ from verl_sglang_sync.report import SyncReport, warn_once
 from verl_sglang_sync.sources.bucket_stream import Bucket, BucketStream
 from verl_sglang_sync.sources.comparison import Comparison
 from verl_sglang_sync.sources.export import NamedTensor
-from verl_sglang_sync.sources.known_sources import sources_of
+from verl_sglang_sync.sources.snapshot import sources_of
 from verl_sglang_sync.sources.source_map import SourceMap
 
 logger = logging.getLogger(__name__)

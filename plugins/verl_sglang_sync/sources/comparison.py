@@ -20,7 +20,7 @@ from sglang_loader.common.regions.geometry import StridedCopy
 from verl_sglang_sync.collective import own_rank, result_or_reason
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport
-from verl_sglang_sync.sources.known_sources import memory_of
+from verl_sglang_sync.sources.snapshot import memory_of
 
 MAX_AHEAD_BYTES = 1 << 30
 """Of exported tensors that wait for the device to compare them: their memory is in use so long."""

@@ -71,10 +71,10 @@ class Export:
     def _is_copy(self, name: str, tensor: torch.Tensor) -> bool:
         """True if the same embedding came before; raises if it had other values."""
         digest = tensor_digest(tensor)
-        shape, known = self._embeddings.setdefault(name, (tensor.shape, digest))
-        if known is digest or shape != tensor.shape:  # the planner refuses the latter
+        shape, first = self._embeddings.setdefault(name, (tensor.shape, digest))
+        if first is digest or shape != tensor.shape:  # the planner refuses the latter
             return False
-        if not torch.equal(known, digest):
+        if not torch.equal(first, digest):
             raise TensorsDiffer(
                 f"tensor {name!r} was exported twice, with different values: which of them is the "
                 "embedding cannot be told"

@@ -30,7 +30,7 @@ from sglang_loader.common.regions.arrangement import Read
 from sglang_loader.common.regions.compose import ByteMap, compose_read
 from sglang_loader.common.regions.geometry import Region
 from verl_sglang_sync.sources.export import NamedTensor
-from verl_sglang_sync.sources.known_sources import Sources
+from verl_sglang_sync.sources.snapshot import Sources
 from verl_sglang_sync.sources.transfer_plan import NotOwned, Origin, Owners, everyone, owners_of
 
 _COLLECTIVES = frozenset(
@@ -167,8 +167,8 @@ class _Follower(TracingMode):
         storage = tensor.untyped_storage()
         if storage._cdata in self._computed:
             self._refuse(f"{name} is computed by {self._computed[storage._cdata]}")
-        known = self._traced.get(storage._cdata) or self._plain(name, tensor)
-        origin = Origin(known.parameter, self._within(known, tensor, name))
+        traced = self._traced.get(storage._cdata) or self._plain(name, tensor)
+        origin = Origin(traced.parameter, self._within(traced, tensor, name))
         return TracedTensor(tensor.dtype, tuple(tensor.shape), origin)
 
     def _stand_in(self, parameter: DTensor) -> torch.Tensor:
@@ -201,31 +201,31 @@ class _Follower(TracingMode):
         if not own.is_contiguous() or (start, start + own.nbytes) != (0, stop):
             self._refuse(f"{source} is a part of the memory that it is in")
         everything = ByteMap.of(Region(0, (max(stop, 1),), (1,), 1))
-        known = _TracedStorage(self._add(source, everyone(stop, self._world_size)), everything)
-        self._keep(tensor, known)
-        return known
+        traced = _TracedStorage(self._add(source, everyone(stop, self._world_size)), everything)
+        self._keep(tensor, traced)
+        return traced
 
     def _add(self, source: str, owners: Owners) -> int:
         self.parameters.append(TracedParameter(source, owners))
         return len(self.parameters) - 1
 
-    def _keep(self, tensor: torch.Tensor, known: _TracedStorage) -> None:
+    def _keep(self, tensor: torch.Tensor, traced: _TracedStorage) -> None:
         storage = tensor.untyped_storage()
         self._kept.append(storage)
-        self._traced[storage._cdata] = known
+        self._traced[storage._cdata] = traced
 
-    def _within(self, known: _TracedStorage, tensor: torch.Tensor, name: str) -> ByteMap:
-        """The bytes of a view of known memory, as bytes of the parameter."""
+    def _within(self, traced: _TracedStorage, tensor: torch.Tensor, name: str) -> ByteMap:
+        """The bytes of a view of traced memory, as bytes of the parameter."""
         size = tensor.element_size()
         offset = int(tensor.storage_offset()) * size
         view = ByteMap.of(Region(offset, tuple(tensor.shape), tuple(tensor.stride()), size))
-        if known.bytes.is_dense:
-            return ByteMap(known.bytes.offset + view.offset, view.dims)
+        if traced.bytes.is_dense:
+            return ByteMap(traced.bytes.offset + view.offset, view.dims)
         *outer, (run, stride) = view.dims
         if stride != 1:
             outer, run = [*view.dims], 1
         whole = Read(0, view.offset, tuple(outer), run, 0)
-        parts = list(compose_read(known.bytes, whole)) if view.nbytes else []
+        parts = list(compose_read(traced.bytes, whole)) if view.nbytes else []
         if len(parts) != 1:
             self._refuse(f"{name} is a view of a copy that is no view of its parameter")
         return ByteMap(parts[0].offset, (*parts[0].dims, (parts[0].run, 1)))
@@ -258,9 +258,9 @@ class _Follower(TracingMode):
         out = None
         if not func._schema.is_mutable and read_traits(func).view:
             out = func(*args, **kwargs)
-        known = {tensor.untyped_storage()._cdata for tensor in tensors}
+        inputs = {tensor.untyped_storage()._cdata for tensor in tensors}
         made = _tensors_in(out)
-        if not made or any(leaf.untyped_storage()._cdata not in known for leaf in made):
+        if not made or any(leaf.untyped_storage()._cdata not in inputs for leaf in made):
             self._refuse(f"the export computes with what it gathered: {func}")
         return out
 
@@ -276,10 +276,10 @@ class _Follower(TracingMode):
     ) -> Any:
         """Ordinary tensors: remember which ones an operator made or changed."""
         out = func(*args, **kwargs)
-        known = {tensor.untyped_storage()._cdata for tensor in given}
+        inputs = {tensor.untyped_storage()._cdata for tensor in given}
         written = read_traits(func).written_in(args, kwargs)
         made = [tensor.untyped_storage() for tensor in _tensors_in(out)]
-        made = [storage for storage in made if storage._cdata not in known]
+        made = [storage for storage in made if storage._cdata not in inputs]
         made += [tensor.untyped_storage() for tensor in _tensors_in(written)]
         for storage in made:
             self._kept.append(storage)
@@ -300,11 +300,11 @@ class _Follower(TracingMode):
         ordered = copy.permute(order)
         if not ordered.is_contiguous():
             self._refuse(f"the export spreads tensors: {func}")
-        known = self._traced.get(source.untyped_storage()._cdata)
-        if known is None:
+        traced = self._traced.get(source.untyped_storage()._cdata)
+        if traced is None:
             self._refuse(f"the export copies a tensor that it did not gather: {func}")
-        bytes_ = self._within(known, source.permute(order), "a copy")
-        self._keep(copy, _TracedStorage(known.parameter, bytes_))
+        bytes_ = self._within(traced, source.permute(order), "a copy")
+        self._keep(copy, _TracedStorage(traced.parameter, bytes_))
         return copy
 
 

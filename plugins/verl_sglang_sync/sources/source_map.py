@@ -19,7 +19,7 @@ Of ranks that trace the same but for the ranks that they name, one says all of i
 name those ranks: of 512 that hold 1 T parameters, one for each pipeline stage.
 
 An optimizer changes what is in the memory, and parameters that were offloaded come back at other
-addresses. What is traced holds as long as they are of the same kinds (`KnownSources`).
+addresses. What is traced holds as long as they are of the same kinds (`SourcesSnapshot`).
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ from verl_sglang_sync.sources.export_trace import (
     TracedTensor,
     trace_export,
 )
-from verl_sglang_sync.sources.known_sources import (
-    KnownSources,
+from verl_sglang_sync.sources.snapshot import (
     SourcesChanged,
+    SourcesSnapshot,
     require_sources,
     sources_of,
 )
@@ -61,7 +61,7 @@ MAX_TRACES = 4
 """How often the parameters may be replaced by others before it is not worth the tracing."""
 
 
-Found: TypeAlias = tuple[TracedExport, KnownSources]
+Found: TypeAlias = tuple[TracedExport, SourcesSnapshot]
 
 
 class SourceMap:
@@ -155,7 +155,7 @@ class SourceMap:
         if self._found is None or self._found[0] is not traced:
             raise SourcesChanged("the export was traced anew")
         now = require_sources(export)()
-        self._found[1].require(now)
+        self._found[1].require_unchanged(now)
         return now
 
     def _trace(self, export: Iterable[NamedTensor]) -> Found:
@@ -170,14 +170,15 @@ class SourceMap:
             traced = trace_export(
                 export, sources=sources, world_size=world_size(), device=self._device
             )
-        return traced, KnownSources(sources(), located=False)
+        return traced, SourcesSnapshot(sources(), with_addresses=False)
 
 
 def _is_of(found: Found | None, export: Iterable[NamedTensor]) -> bool:
     """Whether it was found for parameters of these kinds. Tracing anew tells what is wrong."""
     if found is None:
         return False
-    return result_or_reason(lambda: found[1].require(require_sources(export)()))[1] is None
+    _, reason = result_or_reason(lambda: found[1].require_unchanged(require_sources(export)()))
+    return reason is None
 
 
 @dataclass(frozen=True)

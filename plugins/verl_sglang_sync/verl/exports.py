@@ -20,7 +20,7 @@ from verl_sglang_sync.collective import own_rank, world_size
 from verl_sglang_sync.sources.conversion_trace import Conversion, trace_conversions
 from verl_sglang_sync.sources.export import NamedTensor, Reexport, is_repeatable, transformed
 from verl_sglang_sync.sources.export_trace import TracedExport
-from verl_sglang_sync.sources.known_sources import Sources, module_state
+from verl_sglang_sync.sources.snapshot import Sources, module_state
 
 _METHOD = "get_per_tensor_param"
 

@@ -7,7 +7,7 @@ question: parameters that are offloaded come back elsewhere.
     plan = PullPlan(traced, buckets, [bucket_reads(bucket.layout, traced) for bucket in buckets])
     table = share_shards(traced, sources(), device, rank, share)  # each rank, of its own
     tables = group.all_gather(table)                  # then every rank knows all of them
-    located = Located.of(plan, known, tables, readers, first_reader)
+    located = Located.of(plan, snapshot, tables, readers, first_reader)
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from verl_sglang_sync.engine.session import SharedBlock
 from verl_sglang_sync.routes.route import ReadyBucket
 from verl_sglang_sync.sources.bucket_stream import Bucket
 from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport
-from verl_sglang_sync.sources.known_sources import KnownSources, memory_of
 from verl_sglang_sync.sources.memory_blocks import Block, BlockTable
+from verl_sglang_sync.sources.snapshot import SourcesSnapshot, memory_of
 from verl_sglang_sync.sources.transfer_plan import Origin, ShardRead, shard_reads, whole_bucket
 
 MAX_BLOCKS = 8192
@@ -202,12 +202,12 @@ class Located:
     """Where all ranks' parameters are at present, for this rank's engine ranks (`readers`).
 
     Attributes:
-        known: recognises this rank's parameters.
+        snapshot: of this rank's parameters.
         names: of the blocks of all ranks in which they lie.
         without_handles: the blocks of which there are none: engines must have them mapped.
     """
 
-    known: KnownSources
+    snapshot: SourcesSnapshot
     names: frozenset[str]
     without_handles: frozenset[str]
     readers: tuple[Reader, ...]
@@ -216,7 +216,7 @@ class Located:
     def of(
         cls,
         plan: PullPlan,
-        known: KnownSources,
+        snapshot: SourcesSnapshot,
         tables: Sequence[MemoryTable],
         readers: Sequence[int],
         first_reader: int,
@@ -226,7 +226,7 @@ class Located:
             block for table in tables for block in zip(table.blocks, table.handles, strict=True)
         ]
         return cls(
-            known,
+            snapshot,
             frozenset(name for name, _ in blocks),
             frozenset(name for name, handles in blocks if None in handles),
             tuple(Reader.of(plan, tables, reader, first_reader + reader) for reader in readers),

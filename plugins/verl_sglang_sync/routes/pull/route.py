@@ -56,13 +56,13 @@ from verl_sglang_sync.routes.route import (
 )
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.export_trace import NotTraceable
-from verl_sglang_sync.sources.known_sources import (
-    KnownSources,
+from verl_sglang_sync.sources.memory_blocks import Block, BlockNames, share_block
+from verl_sglang_sync.sources.snapshot import (
     SourcesChanged,
+    SourcesSnapshot,
     empties_storages,
     require_sources,
 )
-from verl_sglang_sync.sources.memory_blocks import Block, BlockNames, share_block
 
 
 class Pull(Route):
@@ -155,7 +155,7 @@ class Pull(Route):
         if not holds_everywhere(self._group, cause is None or is_known):
             return Recovery.RAISE
         if (agreed := common_reason(self._group, cannot_map)) is not None:
-            have_moved = located is not None and self._have_moved(located.known, weights)
+            have_moved = located is not None and self._have_moved(located.snapshot, weights)
             self._have_left_unmapped = not holds_everywhere(self._group, not have_moved)
             if not self._have_left_unmapped:  # what was freed cannot be mapped
                 self._conclude(agreed)
@@ -176,17 +176,17 @@ class Pull(Route):
         self._mapped, self._used = located.names if keeps else frozenset(), located.names
         self._located = located.used()
 
-    def _have_moved(self, known: KnownSources, weights: Iterable[NamedTensor]) -> bool:
+    def _have_moved(self, snapshot: SourcesSnapshot, weights: Iterable[NamedTensor]) -> bool:
         """Whether this rank's parameters are elsewhere than its engines were told."""
-        confirm = partial(self._confirm, known, weights)
+        confirm = partial(self._confirm, snapshot, weights)
         return result_or_reason(confirm, SourcesChanged)[1] is not None
 
-    def _confirm(self, known: KnownSources, weights: Iterable[NamedTensor]) -> None:
+    def _confirm(self, snapshot: SourcesSnapshot, weights: Iterable[NamedTensor]) -> None:
         """Raise `SourcesChanged` unless the parameters are what and where they were."""
         assert self._plan is not None, "see learn"
         if self._stream.buckets != self._plan.buckets:
             raise SourcesChanged("the export is cut into other buckets")
-        known.require(require_sources(weights)())
+        snapshot.require_unchanged(require_sources(weights)())
 
     def _difference(self, sync: ExportedSync) -> str | None:
         """How the full export and this rank's shards differ; collective. Another export is made if
@@ -242,7 +242,7 @@ class Pull(Route):
 
     def _own_memory(
         self, weights: Iterable[NamedTensor], may_share: bool
-    ) -> tuple[KnownSources, MemoryTable]:
+    ) -> tuple[SourcesSnapshot, MemoryTable]:
         """This rank's parameters: recognised later, and told to the others."""
         assert self._plan is not None, "nothing was traced"
         now = self._source_map.current(weights, self._plan.traced)
@@ -250,7 +250,7 @@ class Pull(Route):
             self._names = BlockNames()
         share = partial(self._shared, may_share)
         table = share_shards(self._plan.traced, now, self._device, own_rank(), share)
-        return KnownSources(now), table
+        return SourcesSnapshot(now), table
 
     def _shared(
         self, may_share: bool, block: Block, member: torch.UntypedStorage
@@ -294,7 +294,7 @@ class PulledBuckets(SyncSource):
 
     def confirm(self) -> None:
         with self._report.stage("confirm"):
-            self._route._confirm(self._located.known, self._weights)
+            self._route._confirm(self._located.snapshot, self._weights)
 
     def end(self) -> None:
         self._route._was_read(self._located, self._keeps)

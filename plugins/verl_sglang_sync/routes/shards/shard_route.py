@@ -41,7 +41,7 @@ from verl_sglang_sync.routes.shards.exchange_plan import (
 from verl_sglang_sync.sources.bucket_stream import Batch, Bucket
 from verl_sglang_sync.sources.export import Export, NamedTensor
 from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport
-from verl_sglang_sync.sources.known_sources import SourcesChanged, locals_of
+from verl_sglang_sync.sources.snapshot import SourcesChanged, locals_of
 from verl_sglang_sync.sources.transfer_plan import whole_bucket
 
 NOTHING: Arrangement = ()

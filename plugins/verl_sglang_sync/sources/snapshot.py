@@ -1,8 +1,8 @@
 """The tensors that a traced export reads: are they still what and where they were?
 
-    known = KnownSources(sources(), located=False)    # when the export is traced
-    known.require(sources())                          # in a later sync; raises: trace it again
-    known = KnownSources(sources())                   # when their memory is located; likewise
+    snapshot = SourcesSnapshot(sources(), with_addresses=False)  # when the export is traced
+    snapshot.require_unchanged(sources())    # in a later sync; where it raises, trace it again
+    snapshot = SourcesSnapshot(sources())    # when their memory is located: addresses count, too
 
 An optimizer changes what is in the memory, and a trace stays true. Whoever moves a tensor, or puts
 another in its place, may have changed what the export makes of it.
@@ -62,23 +62,23 @@ def require_sources(export: object) -> Sources:
     return sources
 
 
-class KnownSources:
-    """Tensors that are recognised by what they are and where their memory is; keeps no memory.
+class SourcesSnapshot:
+    """What some tensors are, and where their memory is, to be compared later; keeps no memory.
 
     Args:
         now: by name.
-        located: False: wherever they lie. A trace holds for others of the same kinds.
+        with_addresses: False: they may lie elsewhere later, as a trace does not depend on that.
     """
 
-    def __init__(self, now: Mapping[str, torch.Tensor], *, located: bool = True) -> None:
-        self._is_located = located
+    def __init__(self, now: Mapping[str, torch.Tensor], *, with_addresses: bool = True) -> None:
+        self._with_addresses = with_addresses
         self._names = list(now)
         self._then = list(self._columns(list(now.values())))
-        locals_ = locals_of(list(now.values())) if located else []
+        locals_ = locals_of(list(now.values())) if with_addresses else []
         # As long as these live, no other storage has the identity of one of then.
         self._refs = [StorageWeakRef(local.untyped_storage()) for local in locals_]
 
-    def require(self, now: Mapping[str, torch.Tensor]) -> None:
+    def require_unchanged(self, now: Mapping[str, torch.Tensor]) -> None:
         """Compare with the tensors as they are now: dtype, shape, strides, placement, and their
         memory, or else which of the others share it.
 
@@ -86,7 +86,7 @@ class KnownSources:
             SourcesChanged: they are other tensors, or elsewhere.
         """
         if (other := self._first_other(now)) is not None:
-            which = "what or where" if self._is_located else "what"
+            which = "what or where" if self._with_addresses else "what"
             raise SourcesChanged(f"{other} is not {which} it was when the export was traced")
 
     def _first_other(self, now: Mapping[str, torch.Tensor]) -> str | None:
@@ -109,7 +109,7 @@ class KnownSources:
             some = tensors[start : start + STEP]
             locals_ = locals_of(some)
             storages = [local.untyped_storage()._cdata for local in locals_]
-            if self._is_located:
+            if self._with_addresses:
                 places = list(map(torch.Tensor.data_ptr, locals_))
             else:
                 storages = [first.setdefault(each, i) for i, each in enumerate(storages, start)]

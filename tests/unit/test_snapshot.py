@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from verl_sglang_sync.sources.known_sources import STEP, KnownSources, SourcesChanged, module_state
+from verl_sglang_sync.sources.snapshot import STEP, SourcesChanged, SourcesSnapshot, module_state
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
 
@@ -58,9 +58,9 @@ def _unshard(module):
 @pytest.mark.parametrize("happens", [_train, _unshard])
 def test_what_changes_no_tensor_of_the_state_is_no_change(happens):
     module = make_module()
-    known = KnownSources(module_state(module)())
+    snapshot = SourcesSnapshot(module_state(module)())
     happens(module)
-    known.require(module_state(module)())  # every export brings its own
+    snapshot.require_unchanged(module_state(module)())  # every export brings its own
 
 
 def _with_a_hook(module):
@@ -94,36 +94,36 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_whatever_changes_the_state_is_noticed(change):
     module = make_module()
-    known = KnownSources(module_state(module)())
+    snapshot = SourcesSnapshot(module_state(module)())
     CHANGES[change](module)
     with pytest.raises(SourcesChanged):
-        known.require(module_state(module)())
+        snapshot.require_unchanged(module_state(module)())
 
 
 def test_another_module_of_the_same_kind_is_not_the_same():
     module, other = make_module(), make_module()
-    known = KnownSources(module_state(module)())
+    snapshot = SourcesSnapshot(module_state(module)())
     with pytest.raises(SourcesChanged):
-        known.require(module_state(other)())
+        snapshot.require_unchanged(module_state(other)())
 
 
 def test_a_view_that_moved_is_noticed_and_what_is_missing_is_counted():
     buffer = torch.ones(8)
-    known = KnownSources({"weight": buffer[:4], "bias": torch.ones(1)})
+    snapshot = SourcesSnapshot({"weight": buffer[:4], "bias": torch.ones(1)})
     with pytest.raises(SourcesChanged, match="weight"):
-        known.require({"weight": buffer[4:], "bias": torch.ones(1)})
+        snapshot.require_unchanged({"weight": buffer[4:], "bias": torch.ones(1)})
     with pytest.raises(SourcesChanged, match="the list of the trainer's 2 tensors, 1 now, is not"):
-        known.require({"weight": buffer[:4]})
+        snapshot.require_unchanged({"weight": buffer[:4]})
 
 
-@pytest.mark.parametrize("is_known", [True, False])
-def test_no_storage_gets_the_identity_of_a_known_one_that_was_freed(is_known):
+@pytest.mark.parametrize("is_taken", [True, False])
+def test_no_storage_gets_the_identity_of_a_freed_one_in_a_snapshot(is_taken):
     num_reused = 0
     for _ in range(200):
         tensor = torch.ones(1000)
-        known = KnownSources({"weight": tensor}) if is_known else None
+        snapshot = SourcesSnapshot({"weight": tensor}) if is_taken else None
         identity = tensor.untyped_storage()._cdata
         del tensor
         num_reused += torch.ones(1000).untyped_storage()._cdata == identity
-        del known
-    assert (num_reused == 0) == is_known, "without the reference it is reused"
+        del snapshot
+    assert (num_reused == 0) == is_taken, "without the reference it is reused"
