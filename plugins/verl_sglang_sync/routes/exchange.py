@@ -161,7 +161,7 @@ class ExchangedBuckets(SyncSource):
     _report: SyncReport
 
     def __post_init__(self) -> None:
-        self.required_arrangements = [known.digest for known in self._plan.own]
+        self.required_arrangements = [each.digest for each in self._plan.own_arrangements]
 
     def __iter__(self) -> Iterator[ReadyBucket]:
         report, plan, receiving = self._report, self._plan, self._receiving

@@ -48,7 +48,7 @@ class SendDelivery(GroupDelivery):
         self._found = found
         self._group = group
         self._nothing = torch.empty(0, dtype=torch.uint8, device=device)
-        self._num_ranks = plan.first_reader + len(plan.known)
+        self._num_ranks = plan.first_reader + len(plan.all_arrangements)
 
     def deliver(self, ready: ReadyBucket) -> bool:
         """Announce a bucket, and send it as soon as all engine ranks receive it."""

@@ -45,9 +45,9 @@ class Send(ShardRoute):
         self._pair_bytes: list[list[int]] = []
 
     def _prepare(self, plan: ShardPlan) -> None:
-        if plan.own:
+        if plan.own_arrangements:
             first = plan.first_reader
-            self._found = plan.received_by(range(first, first + len(plan.known)))
+            self._found = plan.received_by(range(first, first + len(plan.all_arrangements)))
             self._pair_bytes = pair_bytes(self._found, first)
 
     def _compare(self, plan: ShardPlan, batches: Iterator[Batch]) -> str | None:
@@ -68,7 +68,7 @@ class SentBuckets(SyncSource):
     _report: SyncReport
 
     def __post_init__(self) -> None:
-        self.required_arrangements = [known.digest for known in self._plan.own]
+        self.required_arrangements = [each.digest for each in self._plan.own_arrangements]
 
     def delivery(self, engines: Sequence[EngineRank], in_step: InStep) -> Delivery:
         route, plan, report = self._route, self._plan, self._report

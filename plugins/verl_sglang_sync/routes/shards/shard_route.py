@@ -53,8 +53,8 @@ class ShardPlan:
 
     Attributes:
         reads: by bucket, what each rank of the group reads.
-        own: what this rank's engine ranks had said that they read.
-        known: what all had said, in the order of the ranks.
+        own_arrangements: of this rank's engine ranks.
+        all_arrangements: of all engine ranks, in the order of the trainer ranks that give to them.
         first_reader: see `RouteContext`; the ranks of the group before it read nothing.
         sends: by bucket, what this rank sends.
         nums_pieces: by bucket, in how many all-to-alls it travels.
@@ -64,8 +64,8 @@ class ShardPlan:
     traced: TracedExport
     buckets: list[Bucket]
     reads: list[list[Arrangement]]
-    own: Sequence[RankArrangements]
-    known: Sequence[RankArrangements]
+    own_arrangements: Sequence[RankArrangements]
+    all_arrangements: Sequence[RankArrangements]
     first_reader: int
     sends: list[Sends]
     nums_pieces: list[int]
@@ -73,7 +73,7 @@ class ShardPlan:
 
     def is_arranged(self, reader: int, index: int) -> bool:
         """An engine rank gets what it reads of a bucket alone; False: the bucket is whole."""
-        return self.known[reader].is_arranged(index)
+        return self.all_arrangements[reader].is_arranged(index)
 
     def received_by(self, ranks: Sequence[int]) -> list[list[Received]]:
         """How ranks of the group find every bucket in what they receive, by bucket and rank. Pure.
@@ -130,7 +130,7 @@ class ShardRoute(Route):
         )
         if self._plan is None and not holds_everywhere(self._group, is_final):
             return False
-        is_planned = self._plan is not None and self._plan.own == own
+        is_planned = self._plan is not None and self._plan.own_arrangements == own
         everywhere = holds_everywhere(self._group, is_planned)
         reason = None if everywhere else self._make_plan(sync.weights, own)
         if reason is not None or self._begin(sync.weights):
@@ -154,13 +154,13 @@ class ShardRoute(Route):
         if (reason := self._source_map.trace(weights)) is not None:
             return reason
         traced, buckets = self._source_map.traced, self._stream.buckets
-        known = self._known_by_all(own)
+        gathered = self._gather_arrangements(own)
         reads: list[list[Arrangement]] = []
 
         def draft() -> list[Sends]:
             for index, bucket in enumerate(buckets):
                 whole = whole_bucket(bucket.layout)  # where an engine rank has said nothing
-                of_readers = [each.expected(index, whole) for each in known]
+                of_readers = [each.expected(index, whole) for each in gathered]
                 reads.append([NOTHING] * self._first_reader + of_readers)
             origins = [traced.origins_of(bucket.layout) for bucket in buckets]
             pairs = zip(reads, origins, strict=True)
@@ -176,32 +176,31 @@ class ShardRoute(Route):
             def make() -> ShardPlan:
                 pieces = [pieces_of(each, num) for each, num in zip(sends, nums, strict=True)]
                 moves = AllToAll(pieces, self._device)
-                first = self._first_reader
-                plan = ShardPlan(traced, buckets, reads, own, known, first, sends, nums, moves)
+                arrangements, first = (own, gathered), self._first_reader
+                plan = ShardPlan(traced, buckets, reads, *arrangements, first, sends, nums, moves)
                 self._prepare(plan)
                 return plan
 
             self._plan, reason = result_or_reason(make)
             self._prepared_for = self._readers()
-        inputs = [each.digest for each in known], [bucket.digest for bucket in buckets]
+        inputs = [each.digest for each in gathered], [bucket.digest for bucket in buckets]
         agreed = common_reason(self._group, reason, zlib.crc32(repr(inputs).encode()))
         if agreed is not None:
             self._plan = None
         return agreed
 
-    def _known_by_all(self, own: Sequence[RankArrangements]) -> list[RankArrangements]:
-        """What all engine ranks read, in the order of the ranks; collective.
-
-        Of engine ranks with one digest, which read the same, only the first tells what.
+    def _gather_arrangements(self, own: Sequence[RankArrangements]) -> list[RankArrangements]:
+        """The arrangements of all engine ranks, in the order of the trainer ranks; collective. Of
+        those with one digest, which are equal, only the first is sent.
         """
-        rank, everyones = own_rank(), self._group.all_gather([each.digest for each in own])
-        digests = [digest for of_rank in everyones for digest in of_rank]
-        start = sum(len(of_rank) for of_rank in everyones[:rank])
+        by_rank = self._group.all_gather([each.digest for each in own])
+        digests = [digest for of_rank in by_rank for digest in of_rank]
+        start = sum(len(of_rank) for of_rank in by_rank[: own_rank()])
         is_first = [digests.index(each.digest) == start + i for i, each in enumerate(own)]
-        said = [each if first else None for each, first in zip(own, is_first, strict=True)]
+        sent = [each if first else None for each, first in zip(own, is_first, strict=True)]
         by_digest = {
             each.digest: each
-            for of_rank in self._group.all_gather(said)
+            for of_rank in self._group.all_gather(sent)
             for each in of_rank
             if each is not None
         }
