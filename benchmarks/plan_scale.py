@@ -34,7 +34,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "plugins")]
 
-from benchmarks.scale_ranks import CASES, Case, EngineRank, named_ranks, trace_of  # noqa: E402
+from benchmarks.scale_ranks import CASES, Case, EngineRank, summary_of, trace_of  # noqa: E402
 from sglang_loader.common.layout import BucketLayout  # noqa: E402
 from sglang_loader.common.regions.arrangement import Read  # noqa: E402
 from verl_sglang_sync.bench.results_file import write_results  # noqa: E402
@@ -51,7 +51,7 @@ from verl_sglang_sync.routes.shards.exchange_plan import (  # noqa: E402
 )
 from verl_sglang_sync.sources.bucket_stream import BucketPlanner  # noqa: E402
 from verl_sglang_sync.sources.export_trace import TracedExport  # noqa: E402
-from verl_sglang_sync.sources.source_map import NamedRanks, merged_traces  # noqa: E402
+from verl_sglang_sync.sources.source_map import TraceSummary, merge_traces  # noqa: E402
 
 BUCKET_BYTES = 2 << 30
 NODE = 8
@@ -86,20 +86,21 @@ def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
 
 def merge(case: Case, seconds: dict[str, float], sizes: dict[str, int]) -> TracedExport:
     """What all ranks have traced, as one rank puts it together."""
-    named: list[NamedRanks] = []
+    summaries: list[TraceSummary] = []
     traces: list[TracedExport | None] = []
     for rank in range(case.ranks):
         traced = None if rank % case.stage_size else trace_of(case, rank)
         traces.append(traced)
         if traced is None:
-            named.append(named_ranks(case, rank, named[-1].rest))
+            summaries.append(summary_of(case, rank, summaries[-1].structure_checksum))
             continue
         with timed(seconds, "of other stages" if rank else "name ranks"):
-            named.append(NamedRanks.of(traced))
-    assert named[-1].rest == NamedRanks.of(trace_of(case, case.ranks - 1)).rest
-    sizes["gathered_trace_bytes"] = len(pickle.dumps(named)) + len(pickle.dumps(traces))
+            summaries.append(TraceSummary.of(traced))
+    last = TraceSummary.of(trace_of(case, case.ranks - 1))
+    assert summaries[-1].structure_checksum == last.structure_checksum
+    sizes["gathered_trace_bytes"] = len(pickle.dumps(summaries)) + len(pickle.dumps(traces))
     with timed(seconds, "merge"):
-        return merged_traces(named, traces)
+        return merge_traces(summaries, traces)
 
 
 def measure(case: Case) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from sglang_loader.common.regions.geometry import BYTES, Region, StridedCopy, de
 from sglang_loader.load_plan.arrange import arrange
 from sglang_loader.load_plan.plan import BucketPlan
 from verl_sglang_sync.sources.export_trace import TracedExport, TracedParameter, TracedTensor
-from verl_sglang_sync.sources.source_map import NamedRanks
+from verl_sglang_sync.sources.source_map import TraceSummary
 from verl_sglang_sync.sources.transfer_plan import Origin, Owners
 
 
@@ -89,11 +89,11 @@ def trace_of(case: Case, rank: int) -> TracedExport:
     return TracedExport(tuple(parameters), tensors)
 
 
-def named_ranks(case: Case, rank: int, rest: int) -> NamedRanks:
-    """The ranks that a rank names; the rest of its trace is that of the others of its stage."""
+def summary_of(case: Case, rank: int, structure_checksum: int) -> TraceSummary:
+    """The summary of a rank's trace; its structure is that of the others of its stage."""
     _, kinds = _stage(case, rank // case.stage_size)
     ranks = [r for _, shard, n, _ in kinds for (r,) in _holders(case, rank, shard, n)]
-    return NamedRanks(rest, np.array(ranks, dtype=np.int32).tobytes())
+    return TraceSummary(structure_checksum, np.array(ranks, dtype=np.int32).tobytes())
 
 
 Kind: TypeAlias = tuple[str, int | None, int, int]

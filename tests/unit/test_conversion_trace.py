@@ -18,7 +18,7 @@ from verl_sglang_sync.sources.export_trace import (
     TracedParameter,
     TracedTensor,
 )
-from verl_sglang_sync.sources.source_map import NamedRanks, merged_traces
+from verl_sglang_sync.sources.source_map import TraceSummary, merge_traces
 from verl_sglang_sync.sources.transfer_plan import Origin, Owners
 from verl_sglang_sync.verl.exports import bridge_sources
 
@@ -254,7 +254,7 @@ def test_ranks_that_traced_a_tensor_differently_agree_on_nothing():
 
 def merged_of(traces):
     """Every rank says all that it traced."""
-    return merged_traces([NamedRanks.of(traced) for traced in traces], traces)
+    return merge_traces([TraceSummary.of(traced) for traced in traces], traces)
 
 
 def test_ranks_that_traced_alike_hold_replicas():
@@ -264,9 +264,9 @@ def test_ranks_that_traced_alike_hold_replicas():
         TracedExport((TracedParameter("p", Owners((0, 4), ((a,), (b,)), 8)),), {"t": tensor})
         for a, b in ((0, 1), (0, 1), (2, 3))
     ]
-    named = [NamedRanks.of(traced) for traced in traces]
-    assert len({each.rest for each in named}) == 1
-    merged = merged_traces(named, [traces[0], None, None])
+    summaries = [TraceSummary.of(traced) for traced in traces]
+    assert len({each.structure_checksum for each in summaries}) == 1
+    merged = merge_traces(summaries, [traces[0], None, None])
     assert merged == merged_of(traces)
     assert merged.parameters[0].owners.holders == ((0, 2), (1, 3))
 

@@ -10,7 +10,7 @@ the other rank's number. The output then tells the rank and element of every exp
 
 To detect arithmetic, `convert` is run again on scrambled codes, and must return the same elements,
 scrambled; not if a parameter of the same kind, as of another layer or expert, gave the same codes
-before. The ranks' traces are merged (`merged_traces`) and then proven, bit for bit, against the
+before. The ranks' traces are merged (`merge_traces`) and then proven, bit for bit, against the
 real export, so nothing depends on assumptions about Megatron's layout of ranks.
 """
 

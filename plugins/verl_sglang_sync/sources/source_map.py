@@ -60,7 +60,6 @@ from verl_sglang_sync.sources.transfer_plan import Origin
 MAX_TRACES = 4
 """How often the parameters may be replaced by others before it is not worth the tracing."""
 
-
 Found: TypeAlias = tuple[TracedExport, SourcesSnapshot]
 
 
@@ -134,13 +133,14 @@ class SourceMap:
         """Put together what the ranks have traced; collective; returns why it does not fit."""
         assert self._found is not None
         traced, kinds = self._found
-        own = NamedRanks.of(traced)
-        named: list[NamedRanks] = self._group.all_gather(own)
-        if len(set(named)) > 1:
-            is_first = [each.rest for each in named].index(own.rest) == own_rank()
+        own = TraceSummary.of(traced)
+        summaries: list[TraceSummary] = self._group.all_gather(own)
+        if len(set(summaries)) > 1:
+            checksums = [each.structure_checksum for each in summaries]
+            is_first = checksums.index(own.structure_checksum) == own_rank()
             traces = self._group.all_gather(traced if is_first else None)
             try:
-                self._found = merged_traces(named, traces), kinds
+                self._found = merge_traces(summaries, traces), kinds
             except NotTraceable as error:
                 return str(error)
         return None
@@ -182,43 +182,46 @@ def _is_of(found: Found | None, export: Iterable[NamedTensor]) -> bool:
 
 
 @dataclass(frozen=True)
-class NamedRanks:
-    """The ranks that a trace names, and what tells whether the rest is another rank's, too.
+class TraceSummary:
+    """What each rank tells of its trace; of those with the same structure, one tells the rest.
 
     Attributes:
-        rest: checksum of all but the ranks.
-        ranks: by parameter and shard, each an int32.
+        structure_checksum: of all but the ranks.
+        holders: the ranks that hold each parameter's shards, in order, each an int32.
     """
 
-    rest: int
-    ranks: bytes
+    structure_checksum: int
+    holders: bytes
 
     @classmethod
-    def of(cls, traced: TracedExport) -> NamedRanks:
+    def of(cls, traced: TracedExport) -> TraceSummary:
         owners = traced.owners
         ranks = [rank for each in owners for holders in each.holders for rank in holders]
-        kinds = zip(traced.parameters, owners, strict=True)
-        rest = [(p.source, o.starts, o.nbytes, [*map(len, o.holders)]) for p, o in kinds]
-        checksum = zlib.crc32(repr((rest, [*traced.tensors.items()])).encode())
+        pairs = zip(traced.parameters, owners, strict=True)
+        shards = [(p.source, o.starts, o.nbytes, [*map(len, o.holders)]) for p, o in pairs]
+        checksum = zlib.crc32(repr((shards, [*traced.tensors.items()])).encode())
         return cls(checksum, np.array(ranks, dtype=np.int32).tobytes())
 
 
-def merged_traces(
-    named: Sequence[NamedRanks], traces: Sequence[TracedExport | None]
+def merge_traces(
+    summaries: Sequence[TraceSummary], traces: Sequence[TracedExport | None]
 ) -> TracedExport:
     """The whole export, equal on all ranks; pure.
 
     Args:
-        traces: by rank, as `named`; of those that are alike, one is enough.
+        summaries: by rank.
+        traces: by rank; one for each structure checksum is enough.
 
     Raises:
         NotTraceable: two ranks traced a tensor as different bytes.
     """
+    replicas: dict[int, list[bytes]] = {}
+    for each in summaries:
+        replicas.setdefault(each.structure_checksum, []).append(each.holders)
     claims: dict[str, list[tuple[TracedTensor, TracedParameter]]] = {}
-    for own, traced in zip(named, traces, strict=True):
+    for own, traced in zip(summaries, traces, strict=True):
         if traced is not None:
-            alike = [each.ranks for each in named if each.rest == own.rest]
-            parameters = _with_replicas(traced.parameters, alike)
+            parameters = _with_replicas(traced.parameters, replicas[own.structure_checksum])
             for name, tensor in traced.tensors.items():
                 claim = tensor, parameters[tensor.origin.parameter]
                 claims.setdefault(name, []).append(claim)
@@ -237,14 +240,14 @@ def merged_traces(
 
 
 def _with_replicas(
-    parameters: Sequence[TracedParameter], alike: Sequence[bytes]
+    parameters: Sequence[TracedParameter], replicas: Sequence[bytes]
 ) -> list[TracedParameter]:
-    """Each shard held by all ranks that are named in its place; `alike`: by each of them."""
-    by_rank = np.stack([np.frombuffer(ranks, dtype=np.int32) for ranks in alike])
-    replicas, found = iter(by_rank.T.tolist()), []
+    """The parameters, each shard held by the ranks that any replica names in its place."""
+    by_replica = np.stack([np.frombuffer(holders, dtype=np.int32) for holders in replicas])
+    by_holder, found = iter(by_replica.T.tolist()), []
     for parameter in parameters:
         shards = [
-            [rank for _ in holders for rank in next(replicas)]
+            [rank for _ in holders for rank in next(by_holder)]
             for holders in parameter.owners.holders
         ]
         found.append(_held_by(parameter, shards))
