@@ -238,7 +238,8 @@ class Rank:
                 error = failed
         seen = self.seen
         seen.num_handles.append(self._num_handles)
-        seen.keeps, seen.off = bool(self.transport._routes[0]._mapped), self.route.off_reason
+        seen.keeps = bool(self.transport._routes[0]._blocks_mapped)
+        seen.off = self.route.off_reason
         if error is None:
             counts = {"pull": report.num_pulled, "exchange": report.num_exchanged}
             seen.routes.append(next((name for name, num in counts.items() if num), "export"))

@@ -232,7 +232,7 @@ class Located:
             tuple(Reader.of(plan, tables, reader, first_reader + reader) for reader in readers),
         )
 
-    def used(self) -> Located:
+    def without_used_handles(self) -> Located:
         """This, once the engines have used the handles; the same object where there were none."""
         if self.without_handles == self.names:
             return self

@@ -73,21 +73,20 @@ class Pull(Route):
     def __init__(self, context: RouteContext, record: Callable[[BufferHandle], None]) -> None:
         super().__init__(context, is_wanted=context.settings.read_in_place)
         self._record = record
-        self._names = BlockNames()
+        self._block_names = BlockNames()
         self._plan: PullPlan | None = None
         self._is_colocated = context.is_colocated
         self._num_readers = 0  # engine ranks of all trainer ranks
         self._own_readers = range(0)  # which of them are this rank's
         self._located: Located | None = None
-        self._used: frozenset[str] = frozenset()  # blocks that the last pulled sync read
-        self._mapped: frozenset[str] = frozenset()  # those of them that the engines keep mapped
-        self._can_be_read = True  # by an engine rank of the last exported sync
-        # Parameters have left where they were located before an engine had mapped that memory.
-        self._have_left_unmapped = False
+        self._blocks_read: frozenset[str] = frozenset()  # by the last pulled sync
+        self._blocks_mapped: frozenset[str] = frozenset()  # by the engines, since that sync
+        self._any_can_read = True  # some engine rank of the last exported sync could, in place
+        self._moved_before_mapped = False  # the memory in a handle was freed before its first use
 
     def _source(self, weights: Iterable[NamedTensor], report: SyncReport) -> SyncSource | None:
         located, reason = self._located, None
-        is_mappable = located is not None and located.without_handles <= self._mapped
+        is_mappable = located is not None and located.without_handles <= self._blocks_mapped
         if not self._is_colocated and not holds_everywhere(self._group, not self._have_changed()):
             reason = "other engines take part"
         elif empties_storages(weights) or not is_mappable:
@@ -97,18 +96,18 @@ class Pull(Route):
             return None
         assert self._located is not None, "see _locate"
         # The trainer cannot free what an engine has mapped, and must where it offloads parameters:
-        # the engines keep blocks mapped only if the sync before used the same ones.
-        keeps = self._located.names == self._used
-        return PulledBuckets(self, self._located, weights, report, keeps)
+        # the engines keep blocks mapped only if the sync before read the same ones.
+        keep_mapped = self._located.names == self._blocks_read
+        return PulledBuckets(self, self._located, weights, report, keep_mapped)
 
     def needs_comparison(self, weights: Iterable[NamedTensor]) -> bool:
-        is_worthwhile = self._can_be_read and self.can_learn(weights)
+        is_worthwhile = self._any_can_read and self.can_learn(weights)
         return is_worthwhile and self._source_map.may_trace(weights)
 
     def prepare(self, weights: Iterable[NamedTensor]) -> None:
         self._source_map.trace_ahead(weights)
         if self._source_map.holds(weights):
-            self._plan, _ = self._planned()
+            self._plan_reads()
 
     def learn(self, sync: ExportedSync) -> bool:
         self.forget()
@@ -130,7 +129,7 @@ class Pull(Route):
         hosts, of_ranks = zip(*self._group.all_gather((host_id(), own)), strict=True)
         several = "the trainer's ranks are on several nodes" if len(set(hosts)) > 1 else None
         found = [reason or several for reason in chain(*of_ranks)]
-        self._can_be_read = None in found
+        self._any_can_read = None in found
         return found
 
     def prove(self, sync: ExportedSync) -> bool:
@@ -141,11 +140,11 @@ class Pull(Route):
         self._num_readers, self._own_readers = sum(nums), range(first, first + len(sync.loaded))
         self._prepared_for = self._readers()
         # A handle that no engine uses keeps memory alive: others may take part in the next sync.
-        comes_back = empties_storages(weights) or self._have_left_unmapped
+        comes_back = empties_storages(weights) or self._moved_before_mapped
         may_share = self._is_colocated and not comes_back
         reason = common_reason(self._group, self._difference(sync))
-        reason = reason or self._make_plan() or self._locate(weights, may_share=may_share)
-        return self._conclude(reason)
+        reason = reason or common_reason(self._group, self._plan_reads())
+        return self._conclude(reason or self._locate(weights, may_share=may_share))
 
     def recover(self, cause: Exception | None, weights: Iterable[NamedTensor]) -> Recovery:
         is_known = isinstance(cause, EngineCannotMap | SourcesChanged | BlockNotMapped)
@@ -155,9 +154,11 @@ class Pull(Route):
         if not holds_everywhere(self._group, cause is None or is_known):
             return Recovery.RAISE
         if (agreed := common_reason(self._group, cannot_map)) is not None:
-            have_moved = located is not None and self._have_moved(located.snapshot, weights)
-            self._have_left_unmapped = not holds_everywhere(self._group, not have_moved)
-            if not self._have_left_unmapped:  # what was freed cannot be mapped
+            moved = None
+            if located is not None:
+                _, moved = result_or_reason(lambda: self._confirm(located, weights), SourcesChanged)
+            self._moved_before_mapped = not holds_everywhere(self._group, moved is None)
+            if not self._moved_before_mapped:  # what was freed cannot be mapped
                 self._conclude(agreed)
             return Recovery.EXPORT
         if not self._is_colocated:  # other sessions: see `RemoteEngines.abandon`
@@ -167,26 +168,22 @@ class Pull(Route):
         return Recovery.AGAIN if self.is_proven else Recovery.EXPORT
 
     def forget(self) -> None:
-        """See `Route`; what the engines have mapped is not known any more."""
+        """See `Route`; the engines may have let go of any block."""
         super().forget()
-        self._located, self._mapped = None, frozenset()
+        self._located, self._blocks_mapped = None, frozenset()
 
-    def _was_read(self, located: Located, keeps: bool) -> None:
-        """After a good sync: the engines have mapped what they were to map."""
-        self._mapped, self._used = located.names if keeps else frozenset(), located.names
-        self._located = located.used()
+    def _note_read(self, located: Located, keep_mapped: bool) -> None:
+        """Remember, after a good sync, which blocks the engines have read and keep mapped."""
+        self._blocks_read = located.names
+        self._blocks_mapped = located.names if keep_mapped else frozenset()
+        self._located = located.without_used_handles()
 
-    def _have_moved(self, snapshot: SourcesSnapshot, weights: Iterable[NamedTensor]) -> bool:
-        """Whether this rank's parameters are elsewhere than its engines were told."""
-        confirm = partial(self._confirm, snapshot, weights)
-        return result_or_reason(confirm, SourcesChanged)[1] is not None
-
-    def _confirm(self, snapshot: SourcesSnapshot, weights: Iterable[NamedTensor]) -> None:
-        """Raise `SourcesChanged` unless the parameters are what and where they were."""
+    def _confirm(self, located: Located, weights: Iterable[NamedTensor]) -> None:
+        """Raise `SourcesChanged` unless the parameters are what and where they were located."""
         assert self._plan is not None, "see learn"
         if self._stream.buckets != self._plan.buckets:
             raise SourcesChanged("the export is cut into other buckets")
-        snapshot.require_unchanged(require_sources(weights)())
+        located.snapshot.require_unchanged(require_sources(weights)())
 
     def _difference(self, sync: ExportedSync) -> str | None:
         """How the full export and this rank's shards differ; collective. Another export is made if
@@ -205,20 +202,16 @@ class Pull(Route):
         problem, failed = result_or_reason(finish)
         return problem or failed
 
-    def _make_plan(self) -> str | None:
-        """Find the buckets' bytes in the shards; collective; returns why some are not there."""
-        self._plan, reason = self._planned()
-        return common_reason(self._group, reason)
-
-    def _planned(self) -> tuple[PullPlan | None, str | None]:
-        """The plan that holds now, or why there is none."""
-        traced, buckets, old = self._source_map.traced, self._stream.buckets, self._plan
-        if old is not None and old.traced is traced and old.buckets == buckets:
-            return old, None
+    def _plan_reads(self) -> str | None:
+        """Find the buckets' bytes in the shards, unless the plan holds; why some are not there."""
+        traced, buckets, plan = self._source_map.traced, self._stream.buckets, self._plan
+        if plan is not None and plan.traced is traced and plan.buckets == buckets:
+            return None
         reads, reason = result_or_reason(
             lambda: [bucket_reads(bucket.layout, traced) for bucket in buckets], NotTraceable
         )
-        return (None if reads is None else PullPlan(traced, buckets, reads)), reason
+        self._plan = None if reads is None else PullPlan(traced, buckets, reads)
+        return reason
 
     def _locate(self, weights: Iterable[NamedTensor], *, may_share: bool = True) -> str | None:
         """Find all ranks' parameters where they are now; collective; returns why engines cannot
@@ -247,19 +240,19 @@ class Pull(Route):
         assert self._plan is not None, "nothing was traced"
         now = self._source_map.current(weights, self._plan.traced)
         if empties_storages(weights):  # the names of what was there before say nothing now
-            self._names = BlockNames()
-        share = partial(self._shared, may_share)
+            self._block_names = BlockNames()
+        share = partial(self._share_block, may_share)
         table = share_shards(self._plan.traced, now, self._device, own_rank(), share)
         return SourcesSnapshot(now), table
 
-    def _shared(
+    def _share_block(
         self, may_share: bool, block: Block, member: torch.UntypedStorage
     ) -> tuple[str, tuple[BufferHandle | None, ...]]:
         """A block's name, and a handle for each engine rank: each is used once. None where the
         engines have it mapped, or none are wanted.
         """
-        name = self._names.name_of(block, member)
-        if name in self._mapped or not may_share:
+        name = self._block_names.name_of(block, member)
+        if name in self._blocks_mapped or not may_share:
             return name, (None,) * self._num_readers
         handles = tuple(share_block(block, member) for _ in range(self._num_readers))
         for handle in handles:
@@ -277,14 +270,14 @@ class PulledBuckets(SyncSource):
     _located: Located
     _weights: Iterable[NamedTensor]
     _report: SyncReport
-    _keeps: bool
+    _keep_mapped: bool
 
     def start(self) -> None:
         """Wait for what still writes the parameters: once all ranks have, any engine may read."""
         synchronize(self._route._device)
 
     def delivery(self, engines: Sequence[EngineRank], in_step: InStep) -> Delivery:
-        return PulledDelivery(engines, self._located.readers, keep=self._keeps)
+        return PulledDelivery(engines, self._located.readers, keep=self._keep_mapped)
 
     def __iter__(self) -> Iterator[ReadyBucket]:
         for index, bucket in enumerate(self._route._stream.buckets):
@@ -294,7 +287,7 @@ class PulledBuckets(SyncSource):
 
     def confirm(self) -> None:
         with self._report.stage("confirm"):
-            self._route._confirm(self._located.snapshot, self._weights)
+            self._route._confirm(self._located, self._weights)
 
     def end(self) -> None:
-        self._route._was_read(self._located, self._keeps)
+        self._route._note_read(self._located, self._keep_mapped)
