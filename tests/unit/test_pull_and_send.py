@@ -52,7 +52,7 @@ def test_an_export_is_compared_while_it_is_loaded_if_the_engines_could_read_in_p
         TrainerGroup(), torch.device("cpu"), settings_of("compiled").for_session(), lambda: readers
     )
     pull, weights = Pull(context, print), Reexport(list, sources=dict)
-    assert pull.needs_comparison(weights)
+    assert pull.wants_comparison(weights)
     for loaded in (PLANLESS, HERE, AWAY):
         pull.learn(ExportedSync(weights, [loaded], None))
-        assert pull.needs_comparison(weights) == (loaded is HERE)
+        assert pull.wants_comparison(weights) == (loaded is HERE)

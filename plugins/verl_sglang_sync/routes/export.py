@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, islice
 
@@ -20,9 +20,8 @@ class ExportedBuckets(SyncSource):
     Args:
         ring: None where no engine is given any bucket: the export is gone through, as the other
             ranks' collectives need it.
-        prepare: called while the engines load the last buckets.
         comparison: of the export with the parameters, each bucket while the engine loads the one
-            before; None: no route needs it.
+            before; None: no route wants it.
     """
 
     def __init__(
@@ -33,12 +32,10 @@ class ExportedBuckets(SyncSource):
         report: SyncReport,
         *,
         asks_for_reads: bool,
-        prepare: Callable[[], None],
         comparison: Comparison | None = None,
     ) -> None:
         self.asks_for_reads = asks_for_reads
         self.comparison = comparison
-        self._prepare = prepare
         self._export = export
         self._ring = ring
         self._report = report
@@ -49,9 +46,6 @@ class ExportedBuckets(SyncSource):
 
     def __iter__(self) -> Iterator[ReadyBucket]:
         return self._buckets
-
-    def prepare_next(self) -> None:
-        self._prepare()
 
     def drain(self) -> None:
         """Go on exporting: the export's collectives need every rank."""

@@ -45,8 +45,8 @@ class PullAndSend(Send):
         pulled = self._pull._source(weights, report)
         return pulled and PulledAndSent(pulled, sent, report)
 
-    def needs_comparison(self, weights: Iterable[NamedTensor]) -> bool:
-        return self._pull.needs_comparison(weights)
+    def wants_comparison(self, weights: Iterable[NamedTensor]) -> bool:
+        return self._pull.wants_comparison(weights)
 
     def learn(self, sync: ExportedSync) -> bool:
         near = self._near(sync)

@@ -5,14 +5,22 @@ The engines of one sync are loaded from a `SyncSource`: verl's full export, pack
 to do without: "pull" (`pull.route.Pull`), "exchange" (`exchange.Exchange`) and "send"
 (`send.route.Send`).
 
-A source is chosen before the engine has joined, the same on all ranks, and used in this order:
+The steps of a sync on every trainer rank; which of them are collective, or by which route:
 
-    source.start()                              # while the engine joins
-    for bucket in source: ...                   # once it has: each is loaded
-    source.confirm()                            # before the engines may publish
-    source.prepare_next()                       # while they load the last of it
-    source.drain()                              # in any case: no other rank waits for this one
-    source.end()                                # after a good sync
+    step                            when                                       collective
+    route.choose(export)            the engines have been asked to join        yes
+    route.wants_comparison(export)  no route has a source, so it is exported   yes
+    source.start()                  while the engines join                     export
+    source.delivery(engines)        all have joined                            no
+    for bucket in source            then; each bucket is loaded                all but pull
+    source.confirm()                all are sent; if it raises, none is served no
+    source.drain()                  then, and after any failure                export, exchange
+    route.prepare_to_learn(export)  exported: while engines load the rest      no
+    source.end()                    the engines serve the new weights          no
+    route.learn(sync)               then, if exported                          yes
+    route.recover(cause, export)    a sync by this route has failed            yes
+
+What `choose`, `can_learn`, `wants_comparison`, `learn` and `recover` return is equal on all ranks.
 """
 
 from __future__ import annotations
@@ -84,7 +92,8 @@ class Delivery(Protocol):
 
 
 class SyncSource:
-    """The buckets of one sync of one trainer rank; see the module. By default a step does nothing.
+    """The buckets of one sync of one trainer rank, in the steps of this module's timeline, which do
+    nothing by default.
 
     Attributes:
         asks_for_reads: engines are asked what they read of the buckets, to be sent only that later.
@@ -96,7 +105,7 @@ class SyncSource:
     required_arrangements: Sequence[str] | None = None
 
     def start(self) -> None:
-        """Do what can be done while the engine joins."""
+        """Prepare the first bucket."""
 
     def delivery(self, engines: Sequence[EngineRank], in_step: InStep) -> Delivery | None:
         """How these buckets get to this rank's engine ranks; None: as packed ones do."""
@@ -105,17 +114,14 @@ class SyncSource:
     def __iter__(self) -> Iterator[ReadyBucket]:
         raise NotImplementedError
 
-    def prepare_next(self) -> None:
-        """Do what later syncs need, while the engines load what was sent; never raises."""
-
     def confirm(self) -> None:
-        """Raise unless the buckets are what the export gives."""
+        """Raise unless what was sent is still what the export would give."""
 
     def drain(self) -> None:
-        """Take part in what other ranks still need."""
+        """Take part in the collectives that are left, so that no other rank waits for this one."""
 
     def end(self) -> None:
-        """The sync was good."""
+        """Remember, or report, what the good sync has done."""
 
 
 @dataclass(frozen=True)
@@ -179,9 +185,6 @@ class Route:
     proven for has changed, every n-th sync, a sync that failed. Then a sync is exported, and it
     learns again.
 
-    Every rank calls the same methods in order; `choose`, `learn` and `recover` are collective. What
-    they say is equal on all ranks.
-
     Args:
         is_wanted: False: this way is never taken.
 
@@ -223,22 +226,20 @@ class Route:
         raise NotImplementedError
 
     def can_learn(self, weights: Iterable[NamedTensor]) -> bool:
-        """True if `learn` may prove this route; equal on all ranks, whose exports are of a kind."""
+        """True if `learn` may prove this route."""
         is_traceable = sources_of(weights) is not None
         if self._is_wanted and not is_traceable:
             warn_once(NOT_TRACEABLE)
         return self._is_wanted and self.off_reason is None and is_traceable
 
-    def needs_comparison(self, weights: Iterable[NamedTensor]) -> bool:
-        """True if the export of the next sync should be compared with the parameters, while it is
-        loaded, lest `learn` make another one; collective, equal on all ranks.
+    def wants_comparison(self, weights: Iterable[NamedTensor]) -> bool:
+        """True if the export should be compared with the parameters while it is loaded, so that
+        `learn` need not make another one.
         """
         return False
 
-    def prepare(self, weights: Iterable[NamedTensor]) -> None:
-        """Do of `learn` what needs nobody else, while the engines load the last buckets of an
-        export; never raises: what is wrong is told by `learn`.
-        """
+    def prepare_to_learn(self, weights: Iterable[NamedTensor]) -> None:
+        """Do the part of `learn` that needs no other rank; never raises, as `learn` reports it."""
 
     def learn(self, sync: ExportedSync) -> bool:
         """After a good exported sync: prepare, and prove, the next ones.

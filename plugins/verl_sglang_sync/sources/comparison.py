@@ -3,7 +3,7 @@
 The export that is compared is the one that the engines load: while they load a bucket, the trainer
 waits for them anyway, and need not export a second time.
 
-    comparison = source_map.compare(export)       # collective; before the export is gone through
+    comparison = source_map.begin_comparison(export)    # collective; before the first bucket
     comparison.add(batch.named)                   # each bucket of it, on its way to the engines
     problem = comparison.finish()                 # of this rank
 """
@@ -48,7 +48,7 @@ class Comparison:
         self._seen: set[str] = set()
         self._problem = problem
         self._answers: list[tuple[str, torch.Tensor]] = []
-        self._num_ahead = 0
+        self._ahead_bytes = 0
 
     def add(self, exported: Iterable[NamedTensor]) -> None:
         """Compare tensors; never raises: the other ranks need this one's in the export."""
@@ -70,8 +70,8 @@ class Comparison:
         for name, exported in named:
             self._seen.add(name)
             self._answers += [(name, answer) for answer in self._differs(name, exported)]
-            self._num_ahead += exported.nbytes
-            if self._num_ahead > MAX_AHEAD_BYTES:
+            self._ahead_bytes += exported.nbytes
+            if self._ahead_bytes > MAX_AHEAD_BYTES:
                 self._wait()
 
     def _differs(self, name: str, exported: torch.Tensor) -> list[torch.Tensor]:
@@ -100,7 +100,7 @@ class Comparison:
 
     def _wait(self) -> None:
         """Have the device's answers so far."""
-        answers, self._answers, self._num_ahead = self._answers, [], 0
+        answers, self._answers, self._ahead_bytes = self._answers, [], 0
         if not answers or self._problem is not None:
             return
         differ, self._problem = result_or_reason(

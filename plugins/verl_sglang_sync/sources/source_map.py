@@ -1,10 +1,10 @@
 """Where every exported tensor lies in the trainer ranks' parameters: traced once, for all routes.
 
     source_map = SourceMap(group, device)
-    reason = source_map.trace(export)             # collective; None: it is known
-    comparison = source_map.compare(export)       # likewise, and proves it with the real export
+    reason = source_map.trace(export)             # collective; why it cannot be traced, or None
     source_map.traced.tensors["lm_head.weight"]   # which bytes of which parameter
     now = source_map.current(export, traced)      # the parameters; raises if they were replaced
+    comparison = source_map.begin_comparison(export)    # collective: trace, and prove the trace
 
 FSDP2's exports are traced as they run (`export_trace`), the same on all ranks. Sources that have a
 method `trace` know better how. A Megatron rank traces its own pipeline stage, and names the ranks
@@ -60,7 +60,8 @@ from verl_sglang_sync.sources.transfer_plan import Origin
 MAX_TRACES = 4
 """How often the parameters may be replaced by others before it is not worth the tracing."""
 
-Found: TypeAlias = tuple[TracedExport, SourcesSnapshot]
+Trace: TypeAlias = tuple[TracedExport, SourcesSnapshot]
+"""An export, and the parameters that it was traced for, wherever they lie."""
 
 
 class SourceMap:
@@ -74,65 +75,63 @@ class SourceMap:
         self.off_reason: str | None = None
         self._group = group
         self._device = device
-        self._found: Found | None = None
-        self._ahead: Found | None = None
+        self._trace: Trace | None = None
+        self._own_trace: Trace | None = None  # not merged yet with those of the other ranks
         self._num_traces = 0
 
     @property
     def traced(self) -> TracedExport:
-        assert self._found is not None, "nothing was traced"
-        return self._found[0]
+        assert self._trace is not None, "nothing was traced"
+        return self._trace[0]
 
-    def may_trace(self, export: Iterable[NamedTensor]) -> bool:
-        """Whether the export may be traced though it may not have been made before; collective. Not
-        by its sources: Megatron-Bridge's mappings keep what the ranks tell each other in the first
-        conversion.
+    def can_trace_before_export(self, export: Iterable[NamedTensor]) -> bool:
+        """False if an export must be made before it is traced; collective. Megatron-Bridge's
+        mappings keep what the ranks tell each other in the first conversion.
         """
         if not hasattr(sources_of(export), "trace"):
             return True
-        return holds_everywhere(self._group, self.holds(export))
+        return holds_everywhere(self._group, self.is_traced(export))
 
-    def compare(self, export: Iterable[NamedTensor]) -> Comparison:
-        """Trace the export, unless the last trace holds, to compare what is exported next with the
-        parameters; collective.
-        """
+    def begin_comparison(self, export: Iterable[NamedTensor]) -> Comparison:
+        """`trace`, to compare what is exported next with the parameters; collective."""
         if (reason := self.trace(export)) is not None:
             return Comparison(None, {}, self._device, reason)
         now, problem = result_or_reason(lambda: self.current(export, self.traced), SourcesChanged)
         return Comparison(self.traced, now or {}, self._device, problem)
 
-    def has_held(self, export: Iterable[NamedTensor], comparison: Comparison) -> bool:
+    def is_current(self, comparison: Comparison, export: Iterable[NamedTensor]) -> bool:
         """True if what was traced for a comparison still holds; collective."""
-        is_last = self._found is not None and self._found[0] is comparison.traced
-        return holds_everywhere(self._group, is_last and self.holds(export))
+        is_last = self._trace is not None and self._trace[0] is comparison.traced
+        return holds_everywhere(self._group, is_last and self.is_traced(export))
 
-    def holds(self, export: Iterable[NamedTensor]) -> bool:
+    def is_traced(self, export: Iterable[NamedTensor]) -> bool:
         """True if the export is traced, and this rank's parameters are of the kinds of then."""
-        return _is_of(self._found, export)
+        return _holds(self._trace, export)
 
-    def trace_ahead(self, export: Iterable[NamedTensor]) -> None:
-        """Do of `trace` what needs no other rank; what is wrong is found once more there."""
-        if self.off_reason is None and not self.holds(export) and not _is_of(self._ahead, export):
-            self._ahead, _ = result_or_reason(lambda: self._trace(export), NotTraceable)
+    def trace_alone(self, export: Iterable[NamedTensor]) -> None:
+        """Do the part of the next `trace` that needs no other rank; that reports what fails."""
+        if self.off_reason is not None or self.is_traced(export) or _holds(self._own_trace, export):
+            return
+        self._own_trace, _ = result_or_reason(lambda: self._traced_anew(export), NotTraceable)
 
     def trace(self, export: Iterable[NamedTensor]) -> str | None:
         """Trace the export, unless the last trace holds; collective; returns why it failed."""
         if self.off_reason is not None:
             return self.off_reason
-        if holds_everywhere(self._group, self.holds(export)):
+        if holds_everywhere(self._group, self.is_traced(export)):
             return None
-        self._found, self._ahead, reason = self._ahead, None, None
-        if not self.holds(export):
-            self._found, reason = result_or_reason(lambda: self._trace(export), NotTraceable)
+        self._trace, self._own_trace, reason = self._own_trace, None, None
+        if not self.is_traced(export):
+            self._trace, reason = result_or_reason(lambda: self._traced_anew(export), NotTraceable)
         self.off_reason = common_reason(self._group, reason) or self._merge()
         if self.off_reason is not None:
-            self._found = None
+            self._trace = None
         return self.off_reason
 
     def _merge(self) -> str | None:
         """Put together what the ranks have traced; collective; returns why it does not fit."""
-        assert self._found is not None
-        traced, kinds = self._found
+        assert self._trace is not None
+        traced, snapshot = self._trace
         own = TraceSummary.of(traced)
         summaries: list[TraceSummary] = self._group.all_gather(own)
         if len(set(summaries)) > 1:
@@ -140,7 +139,7 @@ class SourceMap:
             is_first = checksums.index(own.structure_checksum) == own_rank()
             traces = self._group.all_gather(traced if is_first else None)
             try:
-                self._found = merge_traces(summaries, traces), kinds
+                self._trace = merge_traces(summaries, traces), snapshot
             except NotTraceable as error:
                 return str(error)
         return None
@@ -152,14 +151,14 @@ class SourceMap:
             SourcesChanged: the export was traced anew since `traced`, or one is of another kind
                 than then.
         """
-        if self._found is None or self._found[0] is not traced:
+        if self._trace is None or self._trace[0] is not traced:
             raise SourcesChanged("the export was traced anew")
         now = require_sources(export)()
-        self._found[1].require_unchanged(now)
+        self._trace[1].require_unchanged(now)
         return now
 
-    def _trace(self, export: Iterable[NamedTensor]) -> Found:
-        """No rank waits for another."""
+    def _traced_anew(self, export: Iterable[NamedTensor]) -> Trace:
+        """This rank's trace, for which it waits for no other rank."""
         self._num_traces += 1
         if self._num_traces > MAX_TRACES:
             raise NotTraceable(f"the parameters were replaced by others {MAX_TRACES} times")
@@ -173,11 +172,11 @@ class SourceMap:
         return traced, SourcesSnapshot(sources(), with_addresses=False)
 
 
-def _is_of(found: Found | None, export: Iterable[NamedTensor]) -> bool:
-    """Whether it was found for parameters of these kinds. Tracing anew tells what is wrong."""
-    if found is None:
+def _holds(trace: Trace | None, export: Iterable[NamedTensor]) -> bool:
+    """True if it was made for parameters of these kinds. Tracing anew tells what is wrong."""
+    if trace is None:
         return False
-    _, reason = result_or_reason(lambda: found[1].require_unchanged(require_sources(export)()))
+    _, reason = result_or_reason(lambda: trace[1].require_unchanged(require_sources(export)()))
     return reason is None
 
 

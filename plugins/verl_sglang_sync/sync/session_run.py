@@ -3,7 +3,7 @@
 run = SessionRun(opened, ranks, settings, report)   # the requests have left
 has_met = run.meet()                    # all ranks: every engine rank has joined
 run.send(source)                        # each rank at its own pace
-loaded = run.finish(source)             # its engine ranks have read all
+loaded = run.finish(source, meanwhile)  # its engine ranks have read all
 run.commit()                            # once all ranks have come so far
 run.end(defers_reply=True)              # all ranks leave together
 """
@@ -11,7 +11,7 @@ run.end(defers_reply=True)              # all ranks leave together
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from sglang_loader.common.session.messages import Loaded, SessionError
 from verl_sglang_sync.collective import STEP_S
@@ -96,8 +96,10 @@ class SessionRun:
         if not self.ranks.num_buckets:
             raise ValueError("the trainer exported no tensor")
 
-    def finish(self, source: SyncSource) -> list[Loaded]:
-        """Have the engine ranks read to the end; how each has loaded the buckets."""
+    def finish(self, source: SyncSource, meanwhile: Callable[[], None]) -> list[Loaded]:
+        """Tell the engine ranks that nothing more comes, call `meanwhile`, and wait until they have
+        read all; returns how each has loaded the buckets.
+        """
         ranks, asks = self.ranks, source.asks_for_reads
         for engine in self.engines:
             with engine.naming():
@@ -106,7 +108,7 @@ class SessionRun:
                     num_tensors=ranks.num_tensors,
                     arrangements=engine.arrangements.held_digest if asks else None,
                 )
-        source.prepare_next()
+        meanwhile()
         limit_s = self._settings.request_timeout_s
         with self._report.stage("load"):
             wait_for(self.engines, lambda s: s.num_done == ranks.num_buckets, limit_s)

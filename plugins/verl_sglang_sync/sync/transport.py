@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from functools import cache, partial
+from functools import cache
 
 import torch
 
@@ -148,7 +148,7 @@ class SessionTransport:
                 has_met = run.meet()
             if has_met:
                 source = self._after_joining(run, source, task)
-                loaded = self._transfer(run, source)
+                loaded = self._transfer(run, source, task)
             source.drain()
             run.end(defers_reply=self._defers_reply)
         assert loaded is not None, "a rank that has not failed has loaded"
@@ -173,24 +173,17 @@ class SessionTransport:
         # place from the next sync on.
         weights, report, comparison = task.weights, task.report, None
         asks = self._is_packed_for_good or not self._routes[0].can_learn(weights)
-        if is_compared and any(route.needs_comparison(weights) for route in self._routes):
+        if is_compared and any(route.wants_comparison(weights) for route in self._routes):
             with report.stage("learn"):
-                comparison = self._source_map.compare(weights)
+                comparison = self._source_map.begin_comparison(weights)
         return ExportedBuckets(
             Export(weights),
             self._stream,
             self._ring,
             report,
             asks_for_reads=asks,
-            prepare=partial(self._prepare_routes, task),
             comparison=comparison,
         )
-
-    def _prepare_routes(self, task: SyncTask) -> None:
-        for route in self._routes:
-            if route.can_learn(task.weights):
-                with task.report.stage("learn"):
-                    route.prepare(task.weights)
 
     def _after_joining(self, run: SessionRun, source: SyncSource, task: SyncTask) -> SyncSource:
         """The source, now that all engines have said how buckets may come.
@@ -208,13 +201,20 @@ class SessionTransport:
             self._route = None
         return source
 
-    def _transfer(self, run: SessionRun, source: SyncSource) -> list[Loaded] | None:
+    def _transfer(self, run: SessionRun, source: SyncSource, task: SyncTask) -> list[Loaded] | None:
         """Have every bucket loaded and, when all ranks have come so far, published."""
         ranks = run.ranks
+
+        def prepare_to_learn() -> None:
+            for route in self._routes if isinstance(source, ExportedBuckets) else ():
+                if route.can_learn(task.weights):
+                    with task.report.stage("learn"):
+                        route.prepare_to_learn(task.weights)
+
         ranks.run_if_ok(lambda: run.send(source))
         ranks.run_if_ok(source.confirm)
         source.drain()
-        loaded = ranks.run_if_ok(lambda: run.finish(source))
+        loaded = ranks.run_if_ok(lambda: run.finish(source, prepare_to_learn))
         if ranks.error is None and ranks.agree():
             ranks.run_if_ok(run.commit)
         return loaded

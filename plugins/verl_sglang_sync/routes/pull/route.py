@@ -100,13 +100,13 @@ class Pull(Route):
         keep_mapped = self._located.names == self._blocks_read
         return PulledBuckets(self, self._located, weights, report, keep_mapped)
 
-    def needs_comparison(self, weights: Iterable[NamedTensor]) -> bool:
+    def wants_comparison(self, weights: Iterable[NamedTensor]) -> bool:
         is_worthwhile = self._any_can_read and self.can_learn(weights)
-        return is_worthwhile and self._source_map.may_trace(weights)
+        return is_worthwhile and self._source_map.can_trace_before_export(weights)
 
-    def prepare(self, weights: Iterable[NamedTensor]) -> None:
-        self._source_map.trace_ahead(weights)
-        if self._source_map.holds(weights):
+    def prepare_to_learn(self, weights: Iterable[NamedTensor]) -> None:
+        self._source_map.trace_alone(weights)
+        if self._source_map.is_traced(weights):
             self._plan_reads()
 
     def learn(self, sync: ExportedSync) -> bool:
@@ -147,11 +147,11 @@ class Pull(Route):
         return self._conclude(reason or self._locate(weights, may_share=may_share))
 
     def recover(self, cause: Exception | None, weights: Iterable[NamedTensor]) -> Recovery:
-        is_known = isinstance(cause, EngineCannotMap | SourcesChanged | BlockNotMapped)
+        is_recoverable = isinstance(cause, EngineCannotMap | SourcesChanged | BlockNotMapped)
         cannot_map = str(cause) if isinstance(cause, EngineCannotMap) else None
         located = self._located
         self.forget()
-        if not holds_everywhere(self._group, cause is None or is_known):
+        if not holds_everywhere(self._group, cause is None or is_recoverable):
             return Recovery.RAISE
         if (agreed := common_reason(self._group, cannot_map)) is not None:
             moved = None
@@ -189,13 +189,14 @@ class Pull(Route):
         """How the full export and this rank's shards differ; collective. Another export is made if
         that of the sync was not compared, or what was traced for that does not hold any more.
         """
-        comparison, again = sync.comparison, False
-        if comparison is None or not self._source_map.has_held(sync.weights, comparison):
-            comparison = self._source_map.compare(sync.weights)
-            again = comparison.traced is not None
+        comparison = sync.comparison
+        new_export: Iterable[NamedTensor] = ()
+        if comparison is None or not self._source_map.is_current(comparison, sync.weights):
+            comparison = self._source_map.begin_comparison(sync.weights)
+            new_export = sync.weights if comparison.traced is not None else ()
 
         def finish() -> str | None:
-            for pair in sync.weights if again else ():
+            for pair in new_export:
                 comparison.add([pair])
             return comparison.finish()
 
