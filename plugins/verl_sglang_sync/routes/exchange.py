@@ -42,7 +42,7 @@ PIECES_PER_BUCKET = 4
 
 
 class Exchange(ShardRoute):
-    """See `ShardRoute`; in torch's default group."""
+    """Route "exchange", in torch's default group."""
 
     not_taken = "every rank exports all weights in full, nothing is exchanged"
 

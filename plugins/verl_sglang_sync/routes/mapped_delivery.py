@@ -24,7 +24,7 @@ class MappedDelivery:
     _num_packed: int = field(default=0, init=False)
 
     def deliver(self, ready: ReadyBucket) -> bool:
-        """See `Delivery`; a buffer that an engine has not mapped is sent with the bucket."""
+        """Have a bucket loaded; the handle of a buffer that is not mapped is sent with it."""
         self._num_packed += 1
         for session in (engine.session for engine in self._engines):
             assert ready.storage is not None, "a rank with an engine packs"

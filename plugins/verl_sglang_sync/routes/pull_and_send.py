@@ -31,7 +31,7 @@ from verl_sglang_sync.sources.export import NamedTensor
 
 
 class PullAndSend(Send):
-    """See `Send`; `pull` is for this one alone, and proven where some engines read in place."""
+    """Route "send" for far replicas, and `pull`, used by no other route, for near ones if any."""
 
     def __init__(self, context: RouteContext, pull: Pull, process_group: Callable[[], Any]) -> None:
         far, self._everyone, self._pull = copy(context), context.readers, pull
@@ -56,8 +56,8 @@ class PullAndSend(Send):
         return False
 
     def _near(self, sync: ExportedSync) -> list[bool]:
-        """Note, and return, by engine rank: is it to read in place? Collective. Where all could,
-        route "pull" has been tried before, and none is to.
+        """Decide and return which engine ranks are to read in place; collective. None if all could:
+        then route "pull" has been tried before.
         """
         self._pull.forget()
         reasons = self._pull.why_not(sync.loaded)
@@ -118,7 +118,7 @@ class PulledAndSent(SyncSource):
 
 @dataclass(eq=False)
 class TwoDeliveries:
-    """See `Delivery`; engine ranks that read in place are not waited for."""
+    """Delivers each bucket both ways; waits only for engine ranks that are sent to."""
 
     _pulled: Delivery
     _sent: Delivery

@@ -62,8 +62,8 @@ class ReadyBucket:
         storage: the staging buffer that holds it; None where it is pulled, or sent.
         pieces: where in that buffer its bytes are, encoded, given its slot in a session; None: from
             the first byte on.
-        arranged: it has what the engine rank reads alone.
-        nbytes: as it is arranged.
+        arranged: it has only what the engine rank reads.
+        nbytes: bytes of the bucket, or of what is arranged of it.
     """
 
     index: int
@@ -130,7 +130,7 @@ class ExportedSync:
 
     Attributes:
         loaded: how this rank's engine ranks have loaded it.
-        comparison: of its export with the parameters; None: no route has asked for it.
+        comparison: of its export with the parameters; None: no route wanted it.
     """
 
     weights: Iterable[NamedTensor]
@@ -149,8 +149,8 @@ class RouteContext:
 
     Args:
         device: of the parameters on this rank, and of what is made of them.
-        readers: what this rank's engine ranks have said that they read; the same objects for as
-            long as they are the same engine ranks.
+        readers: the arrangements of this rank's engine ranks; the same objects for as long as they
+            are the same engine ranks.
         first_reader: engine ranks are numbered from here on. 0: each shares the device of the
             trainer rank of its number; else they have devices of their own, and come and go.
     """
@@ -186,7 +186,7 @@ class Route:
     learns again.
 
     Args:
-        is_wanted: False: this way is never taken.
+        is_wanted: False: the route is switched off.
 
     Attributes:
         not_taken: what a sync does instead, for the log.
@@ -211,7 +211,7 @@ class Route:
         self.is_proven = False
 
     def choose(self, weights: Iterable[NamedTensor], report: SyncReport) -> SyncSource | None:
-        """The buckets of this sync, without the export of `weights`; None: it goes another way."""
+        """The buckets of this sync without an export; None: it does not go by this route."""
         if not self.is_proven:
             return None
         self._num_syncs += 1
@@ -222,7 +222,7 @@ class Route:
         return source
 
     def _source(self, weights: Iterable[NamedTensor], report: SyncReport) -> SyncSource | None:
-        """`choose` where all is proven; None: something has changed."""
+        """The buckets of a sync by this proven route, or None if something has changed."""
         raise NotImplementedError
 
     def can_learn(self, weights: Iterable[NamedTensor]) -> bool:
@@ -242,7 +242,7 @@ class Route:
         """Do the part of `learn` that needs no other rank; never raises, as `learn` reports it."""
 
     def learn(self, sync: ExportedSync) -> bool:
-        """After a good exported sync: prepare, and prove, the next ones.
+        """Prepare the next syncs, and prove that they bring what this exported one has brought.
 
         Returns:
             True if the next syncs go this way and need no staging buffers.

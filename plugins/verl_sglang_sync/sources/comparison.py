@@ -57,7 +57,7 @@ class Comparison:
             self._problem = self._problem or reason
 
     def finish(self) -> str | None:
-        """The first difference on this rank, in words, or what went wrong; None if nothing."""
+        """The first difference on this rank, in words, or what went wrong, or None."""
         self._wait()
         self._now, self._shards = {}, {}
         if self._problem is None and self.traced is not None:
@@ -75,7 +75,7 @@ class Comparison:
                 self._wait()
 
     def _differs(self, name: str, exported: torch.Tensor) -> list[torch.Tensor]:
-        """Is it something else than was traced? A bool for each part of it, not waited for."""
+        """Does it differ from its parameter? A bool on the device for each part on this rank."""
         assert self.traced is not None, "else there is a problem"
         found = self.traced.tensors.get(name)
         if found is None or (found.dtype, found.shape) != (exported.dtype, tuple(exported.shape)):
@@ -99,7 +99,7 @@ class Comparison:
         return answers
 
     def _wait(self) -> None:
-        """Have the device's answers so far."""
+        """Wait for the device's answers so far, and note the first difference."""
         answers, self._answers, self._ahead_bytes = self._answers, [], 0
         if not answers or self._problem is not None:
             return

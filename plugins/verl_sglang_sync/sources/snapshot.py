@@ -24,7 +24,7 @@ Sources = Callable[[], Mapping[str, torch.Tensor]]
 
 It may also have a method `trace(device)`, where it knows better than a traced run in which of them
 the exported tensors lie (a `TracedExport`): called once the export has been made. And it may be
-marked with `empties_storages`, see there.
+marked with an attribute `empties_storages`.
 """
 
 STEP = 64
@@ -45,8 +45,8 @@ def sources_of(export: object) -> Sources | None:
 
 
 def empties_storages(export: object) -> bool:
-    """True if what an export reads may be offloaded and come back into the same storages: that one
-    lives, at the same address even, does not say that it is the memory that it was.
+    """True if what an export reads may be offloaded and come back into the same storages: one that
+    is at the same address may still have other memory than before.
     """
     return bool(getattr(sources_of(export), "empties_storages", False))
 
@@ -75,15 +75,15 @@ class SourcesSnapshot:
         self._names = list(now)
         self._then = list(self._columns(list(now.values())))
         locals_ = locals_of(list(now.values())) if with_addresses else []
-        # As long as these live, no other storage has the identity of one of then.
+        # As long as these live, no new storage gets the identity of one in the snapshot.
         self._refs = [StorageWeakRef(local.untyped_storage()) for local in locals_]
 
     def require_unchanged(self, now: Mapping[str, torch.Tensor]) -> None:
         """Compare with the tensors as they are now: dtype, shape, strides, placement, and their
-        memory, or else which of the others share it.
+        addresses, or without those, which tensors share a storage.
 
         Raises:
-            SourcesChanged: they are other tensors, or elsewhere.
+            SourcesChanged: something differs.
         """
         if (other := self._first_other(now)) is not None:
             which = "what or where" if self._with_addresses else "what"
@@ -102,7 +102,7 @@ class SourcesSnapshot:
 
     def _columns(self, tensors: Sequence[torch.Tensor]) -> Iterator[Columns]:
         """What is compared, of `STEP` tensors: few objects live at a time, for Python's garbage
-        collector. A storage that may move is told by the position of the first tensor in it.
+        collector. Without addresses, the first tensor's position stands for its storage.
         """
         first: dict[int, int] = {}
         for start in range(0, len(tensors), STEP):

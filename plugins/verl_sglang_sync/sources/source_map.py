@@ -19,7 +19,7 @@ Of ranks that trace the same but for the ranks that they name, one says all of i
 name those ranks: of 512 that hold 1 T parameters, one for each pipeline stage.
 
 An optimizer changes what is in the memory, and parameters that were offloaded come back at other
-addresses. What is traced holds as long as they are of the same kinds (`SourcesSnapshot`).
+addresses. A trace holds as long as their dtypes, shapes and layouts do (`SourcesSnapshot`).
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class SourceMap:
         return holds_everywhere(self._group, is_last and self.is_traced(export))
 
     def is_traced(self, export: Iterable[NamedTensor]) -> bool:
-        """True if the export is traced, and this rank's parameters are of the kinds of then."""
+        """True if the last trace is of this export, and of parameters like this rank's now."""
         return _holds(self._trace, export)
 
     def trace_alone(self, export: Iterable[NamedTensor]) -> None:
@@ -148,8 +148,8 @@ class SourceMap:
         """The parameters as they are now, by name, wherever they lie.
 
         Raises:
-            SourcesChanged: the export was traced anew since `traced`, or one is of another kind
-                than then.
+            SourcesChanged: the export was traced anew since `traced`, or a parameter's dtype, shape
+                or layout is another.
         """
         if self._trace is None or self._trace[0] is not traced:
             raise SourcesChanged("the export was traced anew")
@@ -173,7 +173,7 @@ class SourceMap:
 
 
 def _holds(trace: Trace | None, export: Iterable[NamedTensor]) -> bool:
-    """True if it was made for parameters of these kinds. Tracing anew tells what is wrong."""
+    """True if a trace is of parameters like those now; if asking fails, so will tracing anew."""
     if trace is None:
         return False
     _, reason = result_or_reason(lambda: trace[1].require_unchanged(require_sources(export)()))

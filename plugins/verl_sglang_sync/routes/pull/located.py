@@ -67,7 +67,7 @@ def bucket_reads(layout: BucketLayout, traced: TracedExport) -> list[ShardRead |
 
 
 def _continues(last: ShardRead, part: ShardRead) -> bool:
-    """True if bytes of a shard and of the bucket go on alike, gaps of the layout included."""
+    """True if two reads of a shard are as far apart in it as in the bucket, gaps included."""
     read, after = last.read, part.read
     return (
         (last.holders, read.tensor) == (part.holders, after.tensor)
@@ -117,8 +117,7 @@ def share_shards(
         share: given a block and a storage in it: the block's name, and its handles by engine rank.
 
     Raises:
-        NotTraceable: a shard lies in no memory that another process can map.
-        ValueError: likewise.
+        NotTraceable, ValueError: a shard lies in no memory that another process can map.
     """
     table = BlockTable(device)
     blocks: dict[Block, tuple[int, torch.UntypedStorage]] = {}  # its position, a storage in it
@@ -244,8 +243,8 @@ class Located:
 
 
 class PulledDelivery:
-    """See `Delivery`; the engines map the parameters of all ranks with the first bucket, and may
-    `keep` them. `BlockNotMapped`: one has let go of a block of which there is no handle any more.
+    """Has the engines map the parameters of all ranks with the first bucket, and `keep` them mapped
+    or not. Raises `BlockNotMapped` if one has let go of a block of which no handle is left.
     """
 
     def __init__(
@@ -263,4 +262,4 @@ class PulledDelivery:
         return True
 
     def make_room(self) -> None:
-        """See `Delivery`: nothing, the parameters are not written in a sync."""
+        """Do nothing: the parameters are not written in a sync."""

@@ -66,7 +66,7 @@ from verl_sglang_sync.sources.snapshot import (
 
 
 class Pull(Route):
-    """See `Route`; `record` notes a handle before it leaves this process."""
+    """Route "pull"; `record` notes a handle before it leaves this process."""
 
     not_taken = "the engines do not read the trainer's parameters in place"
 
@@ -94,7 +94,7 @@ class Pull(Route):
         if reason is not None:
             warn_once(f"{self.not_taken} in a sync: {reason}")
             return None
-        assert self._located is not None, "see _locate"
+        assert self._located is not None, "no reason, so it was located"
         # The trainer cannot free what an engine has mapped, and must where it offloads parameters:
         # the engines keep blocks mapped only if the sync before read the same ones.
         keep_mapped = self._located.names == self._blocks_read
@@ -133,7 +133,7 @@ class Pull(Route):
         return found
 
     def prove(self, sync: ExportedSync) -> bool:
-        """`learn`, after `forget`, for engine ranks that can read in place."""
+        """Prove the route after `forget`, for engine ranks that can all read in place."""
         weights = sync.weights
         nums = self._group.all_gather(len(sync.loaded))
         first = sum(nums[: own_rank()])
@@ -168,7 +168,7 @@ class Pull(Route):
         return Recovery.AGAIN if self.is_proven else Recovery.EXPORT
 
     def forget(self) -> None:
-        """See `Route`; the engines may have let go of any block."""
+        """The next sync is exported, and no block counts as mapped: engines may have let go."""
         super().forget()
         self._located, self._blocks_mapped = None, frozenset()
 
@@ -180,7 +180,7 @@ class Pull(Route):
 
     def _confirm(self, located: Located, weights: Iterable[NamedTensor]) -> None:
         """Raise `SourcesChanged` unless the parameters are what and where they were located."""
-        assert self._plan is not None, "see learn"
+        assert self._plan is not None, "a route is proven with a plan"
         if self._stream.buckets != self._plan.buckets:
             raise SourcesChanged("the export is cut into other buckets")
         located.snapshot.require_unchanged(require_sources(weights)())

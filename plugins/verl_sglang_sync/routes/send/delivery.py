@@ -23,11 +23,11 @@ from verl_sglang_sync.routes.shards.shard_route import ShardPlan
 
 
 class SendDelivery(GroupDelivery):
-    """See `GroupDelivery`.
+    """Sends buckets by the all-to-alls of a `ShardPlan`.
 
     Args:
         plan: what this rank sends.
-        found: on the first rank, by bucket and engine rank, how that finds the bucket.
+        found: on the first rank, by bucket and engine rank, where that finds the bucket.
         group: the process group of all trainer ranks and engine ranks.
         device: device of the shards.
     """

@@ -33,7 +33,7 @@ from verl_sglang_sync.sources.bucket_stream import Batch
 
 
 class Send(ShardRoute):
-    """See `ShardRoute`; `process_group` returns that of all trainer and engine ranks in a sync."""
+    """Route "send"; `process_group` returns that of all trainer and engine ranks in a sync."""
 
     not_taken = "the first trainer rank gathers all weights and broadcasts them to all engines"
 

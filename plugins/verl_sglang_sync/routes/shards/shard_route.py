@@ -55,7 +55,7 @@ class ShardPlan:
         reads: by bucket, what each rank of the group reads.
         own_arrangements: of this rank's engine ranks.
         all_arrangements: of all engine ranks, in the order of the trainer ranks that give to them.
-        first_reader: see `RouteContext`; the ranks of the group before it read nothing.
+        first_reader: rank of the first engine rank in the group; those before it read nothing.
         sends: by bucket, what this rank sends.
         nums_pieces: by bucket, in how many all-to-alls it travels.
         all_to_all: executes it.
@@ -90,8 +90,8 @@ class ShardPlan:
 
 
 class ShardRoute(Route):
-    """See `Route`; the context's group has `first_reader` ranks that read nothing, and a rank
-    sends, or receives, `piece_nbytes` at a time.
+    """Base of the routes by a `ShardPlan`; a rank sends, or receives, `piece_nbytes` at a time. The
+    first `first_reader` ranks of the group read nothing.
     """
 
     def __init__(self, context: RouteContext, piece_nbytes: int) -> None:
@@ -107,7 +107,7 @@ class ShardRoute(Route):
         """Prepare what else is needed; raises where that cannot be."""
 
     def _reserve(self) -> None:
-        """Take the memory that the buckets need, lest a rank fail where others wait for it."""
+        """Take the memory that buckets need now: a rank that fails later keeps others waiting."""
 
     def _compare(self, plan: ShardPlan, batches: Iterator[Batch]) -> str | None:
         """Compare with the full export while the all-to-all is begun; returns what differs."""
@@ -122,8 +122,8 @@ class ShardRoute(Route):
 
     def learn(self, sync: ExportedSync) -> bool:
         own = [reader.matching(self._stream.buckets) for reader in self._readers()]
-        # Wait for every engine's load plan: with it the engine tells what it reads, unless that is
-        # all. A recheck does not wait: it is due on all ranks, whatever engines loaded eagerly.
+        # Wait for every engine's load plan, with which the engine offers its arrangements, if any.
+        # A recheck does not wait: it is due on all ranks, though engines may have loaded eagerly.
         is_final = all(
             each.digest or outcome.may_read_in_place or not outcome.num_eager
             for each, outcome in zip(own, sync.loaded, strict=True)
@@ -149,7 +149,7 @@ class ShardRoute(Route):
     def _make_plan(
         self, weights: Iterable[NamedTensor], own: Sequence[RankArrangements]
     ) -> str | None:
-        """Find what engine ranks read in the shards; collective; returns why it is not there."""
+        """Plan which shards' bytes engine ranks are sent; collective; returns why that failed."""
         self.forget()
         if (reason := self._source_map.trace(weights)) is not None:
             return reason
@@ -159,7 +159,7 @@ class ShardRoute(Route):
 
         def draft() -> list[Sends]:
             for index, bucket in enumerate(buckets):
-                whole = whole_bucket(bucket.layout)  # where an engine rank has said nothing
+                whole = whole_bucket(bucket.layout)  # for engine ranks without arrangements
                 of_readers = [each.expected(index, whole) for each in gathered]
                 reads.append([NOTHING] * self._first_reader + of_readers)
             origins = [traced.origins_of(bucket.layout) for bucket in buckets]
@@ -249,12 +249,12 @@ def first_problem(
 ) -> str | None:
     """Go through the full export, and compare every bucket with it; collective.
 
-    What differs first on this rank, or what went wrong; None if nothing.
+    Returns what differs first on this rank, or what went wrong, or None.
 
     Args:
         batches: the export, which is gone through to its end: the other ranks need it.
-        compare: given a bucket's number and its exported tensors: what differs. None: they have not
-            come, but the other ranks may wait for this one's shards.
+        compare: given a bucket's number and its exported tensors, returns what differs. If they
+            have not come it gets None, as the other ranks may wait for this one's shards.
     """
     problem: str | None = None
     for index, bucket in enumerate(buckets):
