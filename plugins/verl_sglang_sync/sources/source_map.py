@@ -25,6 +25,7 @@ addresses. A trace holds as long as their dtypes, shapes and layouts do (`Source
 from __future__ import annotations
 
 import zlib
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -214,16 +215,15 @@ def merge_traces(
     Raises:
         NotTraceable: two ranks traced a tensor as different bytes.
     """
-    replicas: dict[int, list[bytes]] = {}
+    replicas: defaultdict[int, list[bytes]] = defaultdict(list)
     for each in summaries:
-        replicas.setdefault(each.structure_checksum, []).append(each.holders)
-    claims: dict[str, list[tuple[TracedTensor, TracedParameter]]] = {}
-    for own, traced in zip(summaries, traces, strict=True):
+        replicas[each.structure_checksum].append(each.holders)
+    claims: defaultdict[str, list[tuple[TracedTensor, TracedParameter]]] = defaultdict(list)
+    for summary, traced in zip(summaries, traces, strict=True):
         if traced is not None:
-            parameters = _with_replicas(traced.parameters, replicas[own.structure_checksum])
+            parameters = _with_replicas(traced.parameters, replicas[summary.structure_checksum])
             for name, tensor in traced.tensors.items():
-                claim = tensor, parameters[tensor.origin.parameter]
-                claims.setdefault(name, []).append(claim)
+                claims[name].append((tensor, parameters[tensor.origin.parameter]))
     numbers: dict[TracedParameter, int] = {}
     tensors: dict[str, TracedTensor] = {}
     for name, claimed in claims.items():

@@ -97,9 +97,7 @@ class SessionRun:
             raise ValueError("the trainer exported no tensor")
 
     def finish(self, source: SyncSource, meanwhile: Callable[[], None]) -> list[Loaded]:
-        """Tell the engine ranks that nothing more comes, call `meanwhile`, and wait until they have
-        read all; returns how each has loaded the buckets.
-        """
+        """Call `meanwhile` while the engine ranks read to the end; returns how each has loaded."""
         ranks, asks = self.ranks, source.asks_for_reads
         for engine in self.engines:
             with engine.naming():

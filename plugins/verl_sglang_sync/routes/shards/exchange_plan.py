@@ -62,10 +62,10 @@ def plan_sends(
         owners: by parameter.
     """
     sends: list[list[Read]] = [[] for _ in arrangements]
-    alike: dict[int, list[int]] = {}
+    by_arrangement: dict[int, list[int]] = {}
     for reader, arrangement in enumerate(arrangements):
-        alike.setdefault(id(arrangement), []).append(reader)
-    for readers in alike.values():
+        by_arrangement.setdefault(id(arrangement), []).append(reader)
+    for readers in by_arrangement.values():
         for part in shard_reads(arrangements[readers[0]], origins, owners, only=rank):
             for reader in readers if rank in part.holders else ():
                 if part.owner(reader) == rank:
