@@ -9,6 +9,7 @@ import socket
 import threading
 import weakref
 from types import SimpleNamespace
+from unittest import mock
 
 import msgspec
 import pytest
@@ -287,6 +288,18 @@ def test_an_engine_joins_a_group_of_ours_or_leaves_it(work, monkeypatch, error):
     else:
         assert not success and error in message
         assert left == [(GROUP, True)] and not runner._model_update_group
+
+
+def test_any_error_of_a_connection_leaves_the_group(left, monkeypatch):
+    monkeypatch.setattr("sglang.srt.utils.init_custom_process_group", lambda **_: GROUP)
+    monkeypatch.setattr(update_group, "meet", lambda *_: None)
+    monkeypatch.setattr(update_group, "leave", lambda group, broken: left.append((group, broken)))
+    monkeypatch.setattr(update_group, "_connect", mock.Mock(side_effect=MemoryError("no room")))
+    monkeypatch.setattr(group_hooks, "tp_rank", lambda: 1)
+    meeting = update_group.MeetingPoint("127.0.0.1", 3, 1, limit_s=60)
+    success, message = join(Runner(), meeting.port)
+    assert not success and "MemoryError: no room" in message
+    assert left == [(GROUP, True)]
 
 
 def test_a_group_without_a_secret_serves_no_session_and_is_left_when_told(monkeypatch, left):

@@ -124,9 +124,11 @@ def join(place: GroupPlace, rank: int, device: torch.device) -> Any:
             )
         group.set_timeout(default_pg_timeout)  # whoever waits for a broadcast has a limit
         _connect(group, num_trainers, device, limit_s)
-    except RuntimeError as error:
+    except Exception as error:
         if group is not None:
             leave(group, broken=True)
+        if not isinstance(error, RuntimeError):
+            raise
         raise BroadcastError(
             f"not all ranks of {place.name} came and connected (limit: {limit_s:g} s, of "
             f"{LIMITED_BY}): {error}"
