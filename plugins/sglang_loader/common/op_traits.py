@@ -4,7 +4,7 @@ what the arguments of a call are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,17 @@ def read_traits(op: torch._ops.OpOverload) -> OpTraits:
     if entry is None:
         entry = _by_id[id(op)] = op, _traits_of(op)
     return entry[1]
+
+
+def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
+    """Nested lists, tuples and dicts (arguments of an operator) with `change` applied to leaves."""
+    if isinstance(value, list):
+        return [map_leaves(change, item) for item in value]
+    if isinstance(value, tuple):
+        return tuple([map_leaves(change, item) for item in value])
+    if isinstance(value, dict):
+        return {key: map_leaves(change, item) for key, item in value.items()}
+    return change(value)
 
 
 def leaves(value: Any) -> list[Any]:

@@ -16,7 +16,7 @@ from weakref import ref
 import torch
 from torch.overrides import TorchFunctionMode
 
-from sglang_loader.load_plan.trace import map_leaves
+from sglang_loader.common.op_traits import map_leaves
 
 MEMORY_GIVEN_AWAY = frozenset(
     {"numpy", "__array__", "__dlpack__", "data_ptr", "const_data_ptr", "mutable_data_ptr"}

@@ -4,10 +4,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
 import torch
 
@@ -38,17 +37,6 @@ class TensorRef:
 
 def in_space(refs: Iterable[TensorRef], space: Space) -> list[TensorRef]:
     return [ref for ref in refs if ref.space is space]
-
-
-def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
-    """Nested lists, tuples and dicts (arguments of an operator) with `change` applied to leaves."""
-    if isinstance(value, list):
-        return [map_leaves(change, item) for item in value]
-    if isinstance(value, tuple):
-        return tuple([map_leaves(change, item) for item in value])
-    if isinstance(value, dict):
-        return {key: map_leaves(change, item) for key, item in value.items()}
-    return change(value)
 
 
 _MEMORY = (Space.BUCKET, Space.DESTINATION)

@@ -34,7 +34,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from sglang_loader.common.layout import BucketLayout
-from sglang_loader.common.op_traits import OpTraits, leaves, read_traits
+from sglang_loader.common.op_traits import OpTraits, leaves, map_leaves, read_traits
 from sglang_loader.load_plan.destinations import (
     Destinations,
     collect_destinations,
@@ -49,7 +49,6 @@ from sglang_loader.load_plan.trace import (
     Step,
     TensorRef,
     TracedBucket,
-    map_leaves,
 )
 
 _INDEX_OPS = frozenset({"aten::index", "aten::_unsafe_index"})
