@@ -169,9 +169,9 @@ class SessionTransport:
         return self._exported(task)
 
     def _exported(self, task: SyncTask, *, is_compared: bool = True) -> ExportedBuckets:
+        weights, report, comparison = task.weights, task.report, None
         # The answer takes an engine a second, and is of no use where it reads the parameters in
         # place from the next sync on.
-        weights, report, comparison = task.weights, task.report, None
         asks = self._is_packed_for_good or not self._routes[0].can_learn(weights)
         if is_compared and any(route.wants_comparison(weights) for route in self._routes):
             with report.stage("learn"):

@@ -142,8 +142,7 @@ class Pull(Route):
         # A handle that no engine uses keeps memory alive: others may take part in the next sync.
         comes_back = empties_storages(weights) or self._moved_before_mapped
         may_share = self._is_colocated and not comes_back
-        reason = common_reason(self._group, self._difference(sync))
-        reason = reason or common_reason(self._group, self._plan_reads())
+        reason = common_reason(self._group, self._difference(sync) or self._plan_reads())
         return self._conclude(reason or self._locate(weights, may_share=may_share))
 
     def recover(self, cause: Exception | None, weights: Iterable[NamedTensor]) -> Recovery:
