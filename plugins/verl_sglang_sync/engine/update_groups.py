@@ -93,7 +93,8 @@ class UpdateGroups:
 
     Attributes:
         current: the current group; None if there is none.
-        abandoned: names of groups that the engines are still in; they leave when the next forms.
+        abandoned: on the first rank, names of groups that the engines are still in; they leave when
+            the next forms.
     """
 
     def __init__(
@@ -147,7 +148,8 @@ class UpdateGroups:
         """Leave the current group after a failure; the next sync forms another."""
         group, self.current = self.current, None
         if group is not None:
-            self.abandoned.append(group.name)
+            if self._rank == 0:  # the others never form a group, and would collect names for ever
+                self.abandoned.append(group.name)
             leave(group.process_group, broken=True)
 
     def _current_or_new(
