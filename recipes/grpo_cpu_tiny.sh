@@ -5,7 +5,7 @@
 #   ASSETS=outputs/tiny recipes/grpo_cpu_tiny.sh trainer.total_training_steps=3
 #
 # ASSETS holds model/ (with its tokenizer), train.parquet and val.parquet.
-# Arguments are Hydra overrides and win; `--cfg job` comes last.
+# Arguments are Hydra overrides, and win over those below; `--cfg job` as the last one prints the config instead.
 set -euo pipefail
 
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

@@ -4,7 +4,7 @@
 #   MODEL=Qwen/Qwen3-8B DATA=~/data/gsm8k recipes/grpo_fsdp_gpu.sh trainer.total_training_steps=20
 #
 # DATA holds verl's train.parquet and test.parquet.
-# Arguments are Hydra overrides and win; `--cfg job` comes last.
+# Arguments are Hydra overrides, and win over those below; `--cfg job` as the last one prints the config instead.
 set -euo pipefail
 
 MODEL=${MODEL:-Qwen/Qwen3-8B}

@@ -5,7 +5,7 @@
 #
 # Needs `pip install -e '.[megatron]'` in the clone, and a Transformer Engine built for this torch.
 # DATA holds verl's train.parquet and test.parquet.
-# Arguments are Hydra overrides and win; `--cfg job` comes last.
+# Arguments are Hydra overrides, and win over those below; `--cfg job` as the last one prints the config instead.
 set -euo pipefail
 
 MODEL=${MODEL:-Qwen/Qwen3-30B-A3B}
@@ -50,7 +50,10 @@ actor=(
   actor_rollout_ref.actor.megatron.tensor_model_parallel_size="$TRAIN_TP"
   actor_rollout_ref.actor.megatron.expert_model_parallel_size="$TRAIN_EP"
   actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=1
-  actor_rollout_ref.actor.megatron.vanilla_mbridge=True # megatron-bridge 0.3.1 would not read rope_theta: with transformers 5 it is elsewhere
+  # With mbridge every sync exports. With verl's default, vanilla_mbridge=False, engines read in place, but megatron-bridge
+  # 0.3.1 does not find rope_theta with transformers 5: then add, for Qwen3,
+  # +actor_rollout_ref.actor.megatron.override_transformer_config.rotary_base=1000000
+  actor_rollout_ref.actor.megatron.vanilla_mbridge=True
   actor_rollout_ref.actor.megatron.param_offload=True
   actor_rollout_ref.actor.megatron.optimizer_offload=True
 )

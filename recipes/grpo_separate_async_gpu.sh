@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Separate-async GRPO: FSDP2 trainer and SGLang rollouts on GPUs of their own, weights broadcast between them.
+# Separate-async GRPO: FSDP2 trainer and SGLang rollouts on GPUs of their own, weights sent between them.
 #
 #   MODEL=Qwen/Qwen3-8B DATA=~/data/gsm8k TRAINER_GPUS=4 ROLLOUT_GPUS=4 recipes/grpo_separate_async_gpu.sh
 #
 # DATA holds verl's train.parquet and test.parquet. WEIGHT_SYNC empty: verl's own nccl backend.
-# Arguments are Hydra overrides and win; `--cfg job` comes last.
+# With the argument actor_rollout_ref.rollout.custom.weight_sync.mode=compiled engines read the trainer's memory, or are sent
+# their parts, instead of a broadcast of all weights.
+# Arguments are Hydra overrides, and win over those below; `--cfg job` as the last one prints the config instead.
 set -euo pipefail
 
 MODEL=${MODEL:-Qwen/Qwen3-8B}

@@ -28,7 +28,7 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
 ) -> None:
-    """Check versions, plugins, hooks, hardware, and presets or a recipe; status 1: one failed."""
+    """Check installation, machine, and a recipe or all presets; status 1: a check has failed."""
     from verl_sglang_sync.doctor import Status, diagnose, report
 
     with Console(stderr=True).status("importing verl and SGLang (about 20 s)"):
@@ -43,10 +43,10 @@ def doctor(
 @app.command()
 def bench(
     model: Annotated[
-        str | None, typer.Option(help="A shape; by default the largest that fits the GPU.")
+        str | None, typer.Option(help="Its shape; by default the largest that fits the GPU.")
     ] = None,
     arms: Annotated[
-        str, typer.Option(help="Separated by commas; see verl_sglang_sync.bench.arms.")
+        str, typer.Option(help="What to measure, separated by commas.")
     ] = "native,bucketed,flattened,compiled,compiled_packed,copy_limit",
     runs: Annotated[int, typer.Option(min=1, help="Cycles of each arm.")] = 5,
     device: Annotated[
@@ -102,7 +102,7 @@ def bench(
 
 @app.command()
 def report(
-    files: Annotated[list[Path], typer.Argument(help="What `report_file` wrote, one file a run.")],
+    files: Annotated[list[Path], typer.Argument(help="Files of `report_file`, one for each run.")],
     plot: Annotated[Path | None, typer.Option(help="Draw a picture: .png or .svg.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto: .json.")] = None,
 ) -> None:

@@ -129,7 +129,7 @@ def is_available(device: torch.device) -> bool:
         launch(torch.from_numpy(tiles).to(device), torch.from_numpy(rows).to(device))
         return torch.equal(target, source)
     except Exception as error:
-        logger.warning("torch's copies instead of the Triton kernel: %r", error)
+        logger.warning("torch copies, slower: the Triton kernel fails: %r", error)
         return False
 
 

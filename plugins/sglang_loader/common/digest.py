@@ -119,9 +119,9 @@ def _kernel_works(device: torch.device) -> bool:
         data = torch.arange(8 * PART_WORDS + 13, device=device).to(torch.uint8)
         if torch.equal(_by_kernel([data])[0], _by_torch(data)):
             return True
-        logger.error("torch takes digests: the Triton kernel's are others")
+        logger.error("torch makes the digests, slower: those of the Triton kernel differ")
     except Exception as error:
-        logger.warning("torch takes digests instead of the Triton kernel: %r", error)
+        logger.warning("torch makes the digests, slower: the Triton kernel fails: %r", error)
     return False
 
 

@@ -104,7 +104,7 @@ def groups_of(runner: Any, descriptor: SessionDescriptor) -> list[Any]:
         if name == descriptor.group:
             check_signature(descriptor, secret)
         if receiver.is_waiting_in(group):
-            raise SessionError(f"a sync in {name} has failed: it is no more use")
+            raise SessionError(f"group {name!r} is not used again: a sync in it has failed")
         groups.append(group)
     return groups
 

@@ -126,7 +126,7 @@ def _view(
 ) -> RankView:
     uses = loader_of(model).uses
     if getattr(model, "quant_config", None) is not None:  # by SGLang, or its checkpoint is
-        unknown = f"a quantised model ({context['quantization']}), but for which weights are in fp8"
+        unknown = f"a quantised model ({context['quantization']}), except which weights are in fp8"
         return view_of_quantised(uses, unknown)
     if context["pp_size"] != 1:
         return RankView(unknown=f"pipeline parallel, {context['pp_size']} stages")

@@ -59,8 +59,8 @@ class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
         settings = self._settings
         if settings.host_backup == "off":
             logger.warning(
-                "weight_sync.host_backup=off: released weights are lost except for named buffers; "
-                "what a sync does not rewrite holds garbage until a load plan has proven it"
+                "weight_sync.host_backup=off: until a load plan is proven, only named buffers of "
+                "released weights are kept, and what the next sync does not rewrite holds garbage"
             )
         # SGLang's processes inherit these.
         os.environ[HOST_BACKUP_VARIABLE] = settings.effective_host_backup

@@ -134,7 +134,8 @@ def share_shards(
             place = position, shard.data_ptr() - block.address
         places.append(place)
     if len(blocks) > MAX_BLOCKS:
-        raise NotTraceable(f"the parameters lie in {len(blocks)} blocks of memory")
+        num = f"{len(blocks)} blocks of memory, more than {MAX_BLOCKS}"
+        raise NotTraceable(f"the parameters lie in {num}")
     shared = [share(block, storage) for block, (_, storage) in blocks.items()]
     return MemoryTable(
         blocks=tuple(name for name, _ in shared),
