@@ -144,8 +144,8 @@ def wait_until_healthy(
 
 
 def free_port() -> int:
-    """A free port that leaves room above: SGLang derives others from it, the farthest + 10000, which
-    is still below those that Linux gives to whoever asks for any (32768 and up).
+    """A free port with room above: SGLang derives others from it, the farthest + 10000, which is
+    still below those that Linux gives to whoever asks for any (32768 and up).
     """
     for port in random.sample(range(20000, 22700), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
