@@ -12,7 +12,7 @@ GPUs, all of these are read at the same time, see `copy_kernel`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 
@@ -46,14 +46,14 @@ class FusedCopies:
 
     def between(
         self,
-        memories: Sequence[torch.Tensor],
+        memories: Mapping[int, torch.Tensor] | Sequence[torch.Tensor],
         targets: Sequence[torch.Tensor],
         device: torch.device,
     ) -> list[Callable[[], object]]:
         """The launches. They do not keep `memories` and `targets` alive.
 
         Args:
-            memories: flat contiguous uint8; those that no copy reads are ignored.
+            memories: by number, flat contiguous uint8; those that no copy reads are ignored.
             targets: flat uint8, each at the beginning of its storage.
             device: on which the kernel runs.
         """

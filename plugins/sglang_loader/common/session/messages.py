@@ -52,6 +52,7 @@ import msgspec
 
 from sglang_loader.common.check_remarks import ManifestCheck
 from sglang_loader.common.regions.arrangement import Size
+from sglang_loader.common.regions.compose import ByteMap
 from sglang_loader.common.shared_memory import CpuHandle, CudaHandle
 
 SESSION_VERSION = 16
@@ -155,8 +156,8 @@ class BucketPiece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
         nbytes: length.
         dims: `(count, stride in bytes)`, outermost first, as in `ByteMap`; () if the bytes are
             consecutive.
-        shards: `(slot, offset, length)` of parts of buffers that the bytes are spread over, the
-            first in `slot`; () if they are in one buffer.
+        shards: `(slot, offset, length)` of parts of buffers that the bytes are spread over, none
+            empty, the first in `slot`; () if they are in one buffer.
     """
 
     slot: Size
@@ -165,6 +166,11 @@ class BucketPiece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     nbytes: Size
     dims: tuple[tuple[Size, Size], ...] = ()
     shards: tuple[tuple[Size, Size, Size], ...] = ()
+
+    @property
+    def bytes(self) -> ByteMap:
+        """Places of its bytes in the buffer, or in the concatenated shards."""
+        return ByteMap(self.offset, self.dims or ((self.nbytes, 1),))
 
 
 class LoadBucket(_Message, frozen=True, kw_only=True):
