@@ -28,7 +28,7 @@ from sglang_loader.common.copy_kernel import (
     interleaved_order,
     is_available,
     launch,
-    rows_between,
+    rows_of,
     tables_of,
 )
 from sglang_loader.common.shared_memory import peer_gpu_of
@@ -111,10 +111,7 @@ class _WordCopies:
     def __init__(self, copies: Sequence[CopyFrom]) -> None:
         entries, places = [], []
         for copy, number in copies:
-            shape = *(count for count, _, _ in copy.dims), copy.run // WORD.itemsize
-            src = *(src // WORD.itemsize for _, src, _ in copy.dims), 1
-            dst = *(dst // WORD.itemsize for _, _, dst in copy.dims), 1
-            rows = list(rows_between(copy.src, copy.dst, shape, src, dst)) if copy.run else []
+            rows = list(rows_of(copy)) if copy.run else []
             entries += rows
             places += [(number, copy.storage)] * len(rows)
         self.rows, self._tiles = tables_of(entries)
