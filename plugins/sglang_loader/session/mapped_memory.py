@@ -134,7 +134,7 @@ class _CachedSource:
     def of(
         cls, message: wire.LoadBucket, buffers: Mapping[int, torch.Tensor], nbytes: int
     ) -> _CachedSource:
-        pieces, sizes = wire.decode_pieces(message.pieces), dict[int, int]()
+        pieces, sizes = wire.decode(wire.PIECES, message.pieces), dict[int, int]()
         for piece in pieces:
             for slot in (piece.slot, *(slot for slot, _, _ in piece.shards)):
                 if slot not in buffers:

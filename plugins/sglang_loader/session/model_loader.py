@@ -50,14 +50,7 @@ _ATTRIBUTE = "_verl_sglang_sync_loader"
 
 @dataclass(frozen=True)
 class SyncOutcome:
-    """How one sync was loaded.
-
-    Attributes:
-        num_replayed: buckets loaded by the plan.
-        num_eager: buckets loaded by `load_weights`.
-        reason: why some were eager; None where all were replayed.
-        may_read_in_place: a plan holds, so that later buckets may be the trainer's own memory.
-    """
+    """How one sync was loaded; see `messages.Loaded`."""
 
     num_replayed: int
     num_eager: int

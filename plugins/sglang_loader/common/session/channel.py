@@ -49,7 +49,7 @@ class Channel(Generic[Received]):
         self._bind = bind
         self._token = ""
         self._timeout_s = 0.0
-        self._decode: Any = wire.decode_from_engine if bind else wire.decode_from_trainer
+        self._decoder: Any = wire.FROM_ENGINE if bind else wire.FROM_TRAINER
         self._peer = "engine" if bind else "trainer"
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
@@ -182,7 +182,7 @@ class Channel(Generic[Received]):
                 self._is_peer_gone = True
 
     def _checked(self, data: bytes) -> Received:
-        message: Received = self._decode(data)
+        message: Received = wire.decode(self._decoder, data)
         wire.check_version(message.version)
         if not hmac.compare_digest(message.token.encode(), self._token.encode()):
             raise SessionError(f"a message of the {self._peer} has a wrong token: refused")
