@@ -17,9 +17,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
-import numpy as np
-
 from sglang_loader.common.regions.geometry import Dim, StridedCopy, Unit, collapse
+from sglang_loader.common.regions.intervals import merge_runs, num_bytes
 
 MAX_PERIOD = 4
 MIN_REPEATS = 3
@@ -157,15 +156,7 @@ def _clusters(copies: Sequence[StridedCopy]) -> list[list[int]]:
 
 
 def _really_overlap(copies: Sequence[StridedCopy]) -> bool:
-    num_runs = 0
-    starts, stops = [], []
-    for copy in copies:
-        num_runs += copy.num_dst_runs()
-        if num_runs > MAX_EXPANDED_RUNS:
-            return True
-        first, length = copy.dst_runs()
-        starts.append(first)
-        stops.append(first + length)
-    start, stop = np.concatenate(starts), np.concatenate(stops)
-    order = np.argsort(start, kind="stable")
-    return bool(np.any(start[order][1:] < np.maximum.accumulate(stop[order])[:-1]))
+    if sum(copy.num_dst_runs() for copy in copies) > MAX_EXPANDED_RUNS:
+        return True
+    runs = [copy.dst_runs() for copy in copies]
+    return num_bytes(merge_runs(runs)) < sum(len(starts) * length for starts, length in runs)
