@@ -8,7 +8,7 @@ import torch
 
 from sglang_loader.common.copy_kernel import (
     WORD,
-    interleave_tiles,
+    interleaved_order,
     launch,
     rows_of,
     tables_of,
@@ -35,6 +35,7 @@ def launcher(
     found = [list(rows_of(copy_of(*pair))) if pair[1].numel() else [] for pair in pairs]
     rows, tiles = tables_of([each for of_pair in found for each in of_pair])
     if len(gpus):
-        tiles = interleave_tiles(tiles, np.repeat(gpus, [len(of_pair) for of_pair in found]))
+        of_rows = np.repeat(gpus, [len(of_pair) for of_pair in found])
+        tiles = tiles[interleaved_order(of_rows[tiles[:, 0]])]
     device = targets[0].device
     return partial(launch, torch.from_numpy(tiles).to(device), torch.from_numpy(rows).to(device))

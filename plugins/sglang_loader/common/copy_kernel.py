@@ -89,13 +89,6 @@ def launch(tiles: torch.Tensor, entries: torch.Tensor) -> None:
         _copy_tiles[(len(tiles),)](tiles, entries, TILE=TILE_WORDS, num_warps=8)
 
 
-def interleave_tiles(
-    tiles: npt.NDArray[np.int32], gpus: Sequence[int] | npt.NDArray[np.int64]
-) -> npt.NDArray[np.int32]:
-    """A `tile_table` in `interleaved_order`, given the number of the GPU of each entry's source."""
-    return tiles[interleaved_order(np.asarray(gpus)[tiles[:, 0]])]
-
-
 @cache
 def is_available(device: torch.device) -> bool:
     """True if the kernel compiles and works on `device`; tried once."""

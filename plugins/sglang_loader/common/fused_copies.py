@@ -24,7 +24,6 @@ from sglang_loader.common.bucket_source import CopyFrom
 from sglang_loader.common.copies import copy_views
 from sglang_loader.common.copy_kernel import (
     WORD,
-    interleave_tiles,
     interleaved_order,
     is_available,
     launch,
@@ -131,8 +130,8 @@ class _WordCopies:
         """The launch; `gpus`: for each memory the number of its GPU."""
         read_from = gpus.tolist()
         if self._device_tiles is None or self._device_tiles[0] != read_from:
-            tiles = interleave_tiles(self._tiles, gpus[self._numbers])
-            self._device_tiles = read_from, torch.from_numpy(tiles).to(device)
+            order = interleaved_order(gpus[self._numbers][self._tiles[:, 0]])
+            self._device_tiles = read_from, torch.from_numpy(self._tiles[order]).to(device)
         addresses = [tensor.data_ptr() for tensor in (*memories, *targets)]
         if self._device_rows is None or self._device_rows[0] != addresses:
             rows = self.rows.copy()

@@ -229,7 +229,6 @@ def judge(
         return Verdict(
             not_checked=blind[0].unknown if not clashes else None, mismatched=tuple(unscaled)
         )
-    normal = {each.name for each in tensors if published and _is_normal(each, published)}
     embeddings = {each.shape for each in tensors if each.name.endswith(_EMBEDDING)}
     mismatched: list[str] = []
     unexpected: list[str] = []
@@ -237,12 +236,13 @@ def judge(
     for tensor in tensors:
         name = tensor.name
         expected = published.get(name) if published is not None else None
+        is_normal = expected is not None and _is_normal(tensor, expected)
         if all(name in view.unused for view in views):
             if expected is None and not _may_be_dropped(tensor, embeddings):
                 (doubtful if published is None else unexpected).append(name)
-            elif expected is not None and name not in normal:
+            elif expected is not None and not is_normal:
                 mismatched.append(_described(tensor, "not used like this", expected))
-        elif name not in normal and (reason := _mismatch(tensor, views, expected)):
+        elif not is_normal and (reason := _mismatch(tensor, views, expected)):
             mismatched.append(_described(tensor, reason, expected))
     return Verdict(
         unexpected=tuple(unexpected),
@@ -252,11 +252,8 @@ def judge(
     )
 
 
-def _is_normal(tensor: BucketTensor, published: PublishedTensors) -> bool:
-    expected = published.get(tensor.name)
-    if expected is None or expected.shape != tensor.shape:
-        return False
-    return _may_become(tensor.dtype, expected.dtype)
+def _is_normal(tensor: BucketTensor, expected: BucketTensor) -> bool:
+    return expected.shape == tensor.shape and _may_become(tensor.dtype, expected.dtype)
 
 
 def _mismatch(

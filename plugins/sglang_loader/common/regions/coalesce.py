@@ -14,6 +14,7 @@ do, without memory for every byte of the model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
@@ -91,44 +92,37 @@ def _fold_group(group: list[StridedCopy]) -> Iterator[StridedCopy]:
     at = 0
     while at < len(group):
         period, repeats = _longest_progression(group, at)
-        if repeats == 1:
-            yield group[at]
-            at += 1
-            continue
         for lane in range(at, at + period):
-            yield _fold(group[lane], group[lane + period], repeats)
+            yield _fold(group[lane], group[lane + period], repeats) if repeats > 1 else group[lane]
         at += period * repeats
 
 
 def _longest_progression(group: list[StridedCopy], at: int) -> tuple[int, int]:
-    """(lanes, repeats) of the longest progression from `at` on; (1, 1): none worth folding."""
-    best = (1, 1)
+    """(lanes, repeats) of the longest progression from `at` on; (1, 1): none worth folding.
+
+    Two copies at any distance form a progression; folding those would break up a longer one that
+    starts later, unless they are the whole group.
+    """
+    found = [(1, 1)]
     for period in range(1, MAX_PERIOD + 1):
         repeats = _count_repeats(group, at, period)
-        # Two copies at any distance form a progression; folding those would break up a longer one
-        # that starts later.
-        whole_group = period == 1 and repeats == len(group)
-        if repeats < MIN_REPEATS and not (whole_group and repeats > 1):
-            continue
-        if period * repeats > best[0] * best[1]:
-            best = (period, repeats)
-    return best
+        if repeats >= MIN_REPEATS or (period == 1 and repeats == len(group)):
+            found.append((period, repeats))
+    return max(found, key=math.prod)
 
 
 def _count_repeats(group: list[StridedCopy], at: int, period: int) -> int:
     """How often `period` copies repeat from `at` on; each lane may have its own strides."""
-    if at + 2 * period > len(group):
+    stop = at + 2 * period
+    if stop > len(group):
         return 1
-    strides = [_stride(group, lane, period) for lane in range(at, at + period)]
-    if any(src < 0 for src, _ in strides):  # torch has no negative strides
-        return 1
-    repeats = 2
-    while at + (repeats + 1) * period <= len(group):
-        base = at + (repeats - 1) * period
-        if any(_stride(group, base + i, period) != strides[i] for i in range(period)):
-            break
-        repeats += 1
-    return repeats
+    if any(_stride(group, lane, period)[0] < 0 for lane in range(at, at + period)):
+        return 1  # torch has no negative strides
+    while stop < len(group) and (
+        _stride(group, stop - period, period) == _stride(group, stop - 2 * period, period)
+    ):
+        stop += 1
+    return (stop - at) // period
 
 
 def _stride(group: list[StridedCopy], at: int, period: int) -> tuple[int, int]:
