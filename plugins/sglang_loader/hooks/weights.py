@@ -28,8 +28,8 @@ from sglang_loader.common.session.messages import (
 from sglang_loader.hooks.request_gate import gate_reason, set_gate, why_closed
 from sglang_loader.hooks.tp_ranks import TPRanks, attempt
 from sglang_loader.hooks.update_groups import groups_of
-from sglang_loader.host_backup import backup_of, create_backup
 from sglang_loader.host_backup.allocations import under_weights_tag
+from sglang_loader.host_backup.backup import backup_of, create_backup
 from sglang_loader.host_backup.completeness import Completeness
 from sglang_loader.session.findings import Verdict
 from sglang_loader.session.serve import Conclude, SessionSteps, serve_session

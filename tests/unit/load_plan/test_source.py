@@ -15,12 +15,9 @@ from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.compose import ByteMap
 from sglang_loader.common.regions.geometry import Region, StridedCopy, Unit
 from sglang_loader.common.session.messages import BucketPiece
-from sglang_loader.load_plan import (
-    PlanExecutor,
-    compile_bucket,
-    join_buckets,
-    trace_bucket,
-)
+from sglang_loader.load_plan.compiler import compile_bucket, join_buckets
+from sglang_loader.load_plan.executor import PlanExecutor
+from sglang_loader.load_plan.tracer import trace_bucket
 from support.remote import run_interpreted
 
 SHAPES = [("q", (4, 8)), ("k", (2, 8)), ("v", (2, 8)), ("o", (8, 4)), ("n", (8,))]
