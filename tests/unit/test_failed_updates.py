@@ -95,6 +95,7 @@ class Engine:
                 if fails is not None:
                     raise RuntimeError(fails)
             sync(self.loader, value, layouts=layouts_of(names))
+            update.view_sync()
 
         return self.update(load)
 

@@ -164,13 +164,10 @@ class Channel(Generic[Received]):
                 self._received.appendleft(message)
             else:
                 self._received.append(message)
-        if self._is_peer_gone and not self._bind and not self._is_aborted:
+        is_aborted = bool(self._received) and isinstance(self._received[0], wire.Abort)
+        if self._is_peer_gone and not self._bind and not is_aborted:
             raise SessionError(f"the {self._peer}'s process is gone")
         return bool(self._received)
-
-    @property
-    def _is_aborted(self) -> bool:
-        return bool(self._received) and isinstance(self._received[0], wire.Abort)
 
     def _look_at_peer(self) -> None:
         """Process the monitor's events."""
