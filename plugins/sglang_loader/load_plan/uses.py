@@ -61,12 +61,8 @@ class BucketUses:
         A loader that needs two tensors in one call (MLA's `q_a_proj` and `kv_a_proj_with_mqa`)
         silently drops both when a bucket boundary parts them.
         """
-        return [
-            tensor.name
-            for tensor in self.layout.tensors
-            if tensor.nbytes
-            and not ((use := self.tensors.get(tensor.name)) is not None and use.is_applied)
-        ]
+        applied = {name for name, use in self.tensors.items() if use.is_applied}
+        return [t.name for t in self.layout.tensors if t.nbytes and t.name not in applied]
 
 
 def uses_of(traced: TracedBucket) -> BucketUses:

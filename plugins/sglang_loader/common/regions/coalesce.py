@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 from sglang_loader.common.regions.geometry import Dim, StridedCopy, Unit, collapse
@@ -41,10 +42,8 @@ def join_adjacent(copies: Sequence[StridedCopy]) -> list[StridedCopy]:
     """Contiguous copies that continue each other on both sides become one, by destination."""
     joined: list[StridedCopy] = []
     for copy in sorted(copies, key=lambda c: (c.storage, c.dst)):
-        last = joined[-1] if joined else None
-        if last is not None and _continues(last, copy):
-            run = last.run + copy.run
-            joined[-1] = StridedCopy(last.storage, last.src, last.dst, (), run, last.unit)
+        if joined and _continues(joined[-1], copy):
+            joined[-1] = replace(joined[-1], run=joined[-1].run + copy.run)
         else:
             joined.append(copy)
     return joined
@@ -74,14 +73,9 @@ def find_overlapping(copies: Sequence[StridedCopy]) -> set[int]:
 
 
 def _continues(last: StridedCopy, copy: StridedCopy) -> bool:
-    return (
-        last.storage == copy.storage
-        and last.unit == copy.unit
-        and not last.dims
-        and not copy.dims
-        and last.src + last.run * last.unit.src_bytes == copy.src
-        and last.dst + last.run * last.unit.dst_bytes == copy.dst
-    )
+    src = last.src + last.run * last.unit.src_bytes
+    dst = last.dst + last.run * last.unit.dst_bytes
+    return not last.dims and copy == replace(last, src=src, dst=dst, run=copy.run)
 
 
 def _fold_group(group: list[StridedCopy]) -> Iterator[StridedCopy]:
@@ -132,7 +126,7 @@ def _stride(group: list[StridedCopy], at: int, period: int) -> tuple[int, int]:
 def _fold(first: StridedCopy, second: StridedCopy, repeats: int) -> StridedCopy:
     outer = (repeats, second.src - first.src, second.dst - first.dst)
     dims, run = collapse((outer, *first.dims), first.run, first.unit)
-    return StridedCopy(first.storage, first.src, first.dst, dims, run, first.unit)
+    return replace(first, dims=dims, run=run)
 
 
 def _clusters(copies: Sequence[StridedCopy]) -> list[list[int]]:
