@@ -11,15 +11,11 @@ from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.copies import gather_reads
 from sglang_loader.common.layout import BucketLayout, decode_arrangements, encode_arrangements
 from sglang_loader.common.regions.arrangement import arranged_nbytes
-from sglang_loader.load_plan import (
-    PlanExecutor,
-    compile_bucket,
-    join_buckets,
-    trace_bucket,
-)
 from sglang_loader.load_plan.arrange import arrange
+from sglang_loader.load_plan.compiler import compile_bucket, join_buckets
 from sglang_loader.load_plan.destinations import collect_destinations, first_difference
-from sglang_loader.load_plan.executor import replay_once
+from sglang_loader.load_plan.executor import PlanExecutor, replay_once
+from sglang_loader.load_plan.tracer import trace_bucket
 from sglang_loader.upstream import engine_context
 from support.plan_check import differing, self_check, snapshot
 

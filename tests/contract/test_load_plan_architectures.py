@@ -15,7 +15,9 @@ from contract.tiny_architecture_cases import CASES, case_named
 from contract.tiny_architectures import CannotBuild, Ranks, prepare_process, stop_process_groups
 from contract.tiny_engine import TinyEngine
 from contract.weight_check_proof import check
-from sglang_loader.load_plan import compile_bucket, join_buckets, trace_bucket, uses_of
+from sglang_loader.load_plan.compiler import compile_bucket, join_buckets
+from sglang_loader.load_plan.tracer import trace_bucket
+from sglang_loader.load_plan.uses import uses_of
 from sglang_loader.session.findings import Verdict
 from support.plan_check import uncovered
 

@@ -22,8 +22,9 @@ from contract.tiny_architectures import (
 )
 from contract.weight_check_proof import check_on_ranks
 from sglang_loader.common.regions.intervals import num_bytes
-from sglang_loader.load_plan import trace_bucket, uses_of
 from sglang_loader.load_plan.arrange import num_bytes_read
+from sglang_loader.load_plan.tracer import trace_bucket
+from sglang_loader.load_plan.uses import uses_of
 from support.remote import Remote, finish, results_of
 from support.sglang_server import environment
 

@@ -3,8 +3,8 @@
 import torch
 
 from sglang_loader.common.bucket_source import BucketSource
-from sglang_loader.common.layout import BucketLayout
-from sglang_loader.session.findings import Spec, Verdict
+from sglang_loader.common.layout import BucketLayout, BucketTensor
+from sglang_loader.session.findings import Verdict
 from sglang_loader.session.model_loader import loader_of
 from sglang_loader.session.weight_check import judge_together, view_of_sync
 from sglang_loader.upstream import engine_context
@@ -24,7 +24,9 @@ def check(model, specs, *, published, gather=_alone, uses_plan=False):
     """The verdict on a sync that loads zeros; what `load_weights` itself refuses counts as
     mismatched. By default for an engine of one rank.
     """
-    by_name = None if published is None else {spec[0]: Spec(*spec) for spec in published}
+    by_name = None
+    if published is not None:
+        by_name = {name: BucketTensor(name, shape, dtype, 0) for name, dtype, shape in published}
     layout = layout_of(specs)
     refused = gather(_load_zeros(model, layout, uses_plan))
     if named := list(dict.fromkeys(name for names in refused for name in names)):

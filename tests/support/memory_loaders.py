@@ -21,13 +21,13 @@ import torch
 
 from sglang_loader.common.copies import synchronize_device
 from sglang_loader.common.regions.intervals import Interval, num_bytes, subtract
-from sglang_loader.host_backup import backup_of
 from sglang_loader.host_backup.allocations import (
     Allocations,
     bytes_at,
     nbytes_under,
     under_weights_tag,
 )
+from sglang_loader.host_backup.backup import backup_of
 from sglang_loader.load_plan.destinations import collect_destinations
 from support.engine_loaders import NamedTensors, hash_of
 from support.reachable_memory import publish_coverage, reachable

@@ -8,9 +8,9 @@ from torch import nn
 from sglang_loader.common.copies import gather_reads
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.arrangement import Arrangement
-from sglang_loader.load_plan import CheckedDigests, LoadPlan, check_bucket
 from sglang_loader.load_plan.destinations import Destinations
-from sglang_loader.load_plan.plan import LoadWeights
+from sglang_loader.load_plan.plan import LoadPlan, LoadWeights
+from sglang_loader.load_plan.verify import CheckedDigests, check_bucket
 
 
 def self_check(

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from torch import nn
 
 from sglang_loader.common.regions.intervals import Interval, merge
-from sglang_loader.host_backup import backup_of
 from sglang_loader.host_backup.allocations import Allocations
+from sglang_loader.host_backup.backup import backup_of
 from sglang_loader.load_plan.destinations import collect_destinations
 from sglang_loader.load_plan.plan import LoadPlan
 

@@ -10,7 +10,7 @@ import pytest
 
 from sglang_loader.hooks import weights
 from sglang_loader.hooks.tp_ranks import TPRanks
-from sglang_loader.host_backup import create_backup
+from sglang_loader.host_backup.backup import create_backup
 from sglang_loader.session.findings import Verdict
 from sglang_loader.session.model_loader import loader_of
 from sglang_loader.upstream import UpdateFrame
@@ -95,6 +95,7 @@ class Engine:
                 if fails is not None:
                     raise RuntimeError(fails)
             sync(self.loader, value, layouts=layouts_of(names))
+            update.view_sync()
 
         return self.update(load)
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from sglang_loader.common.check_remarks import remarks_in, with_remark
+from sglang_loader.common.layout import BucketTensor
 from sglang_loader.common.regions.geometry import Region
-from sglang_loader.session.findings import RankView, Spec, Verdict, judge
+from sglang_loader.session.findings import RankView, Verdict, judge
 from sglang_loader.session.weight_check import published_tensors
 
 
@@ -41,12 +42,12 @@ def test_the_headers_of_a_checkpoint(tmp_path):
     save(tmp_path / "one.safetensors", {"a": a, "__metadata__": {"format": "pt"}}, 12)
     save(tmp_path / "two.safetensors", {"b": b}, 4)
     assert published_tensors(tmp_path) == {
-        "a": ("a", torch.bfloat16, (2, 3)),
-        "b": ("b", torch.float32, ()),
+        "a": BucketTensor("a", (2, 3), torch.bfloat16, 0),
+        "b": BucketTensor("b", (), torch.float32, 0),
     }
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"b": "two.safetensors"}}))
-    assert published_tensors(tmp_path) == {"b": ("b", torch.float32, ())}
+    assert published_tensors(tmp_path) == {"b": BucketTensor("b", (), torch.float32, 0)}
     index.write_text(json.dumps({"weight_map": {"b": "lost.safetensors"}}))
     assert published_tensors(tmp_path) is None
     index.unlink()
@@ -58,7 +59,7 @@ def test_the_headers_of_a_checkpoint(tmp_path):
     assert published_tensors(tmp_path) is None
 
 
-SPEC = Spec("w", torch.float32, (8, 4))
+TENSOR = BucketTensor("w", (8, 4), torch.float32, 0)
 
 
 def part(row, rows):
@@ -86,17 +87,17 @@ VIEWS = {  # of two ranks, and whether that is all of the tensor
 
 @pytest.mark.parametrize(("views", "fits"), VIEWS.values(), ids=VIEWS)
 def test_the_ranks_are_judged_together(views, fits):
-    assert judge([SPEC], views, {}).fits is fits
+    assert judge([TENSOR], views, {}).fits is fits
 
 
 def test_what_the_published_checkpoint_has_is_never_unexpected():
     unused = [RankView(unused=frozenset({"w", "lm_head.weight"}))]
-    assert judge([SPEC], unused, {}).unexpected == ("w",)
-    assert judge([SPEC], unused, {"w": SPEC}).fits
-    blind = judge([SPEC], unused, None)
+    assert judge([TENSOR], unused, {}).unexpected == ("w",)
+    assert judge([TENSOR], unused, {"w": TENSOR}).fits
+    blind = judge([TENSOR], unused, None)
     assert blind.fits
     assert blind.doubtful == ("w",)
-    embedding = Spec("model.embed_tokens.weight", torch.float32, (8, 4))
-    head = Spec("lm_head.weight", torch.float32, (8, 4))
+    embedding = BucketTensor("model.embed_tokens.weight", (8, 4), torch.float32, 0)
+    head = BucketTensor("lm_head.weight", (8, 4), torch.float32, 0)
     assert judge([embedding, head], unused, {}).fits
     assert not judge([head], unused, {}).fits

@@ -12,13 +12,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sglang_loader.common.engine_settings import HOST_BACKUP_VARIABLE, requested_host_backup
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.intervals import merge, subtract
-from sglang_loader.host_backup import backup_of, create_backup
 from sglang_loader.host_backup.allocations import (
     Allocations,
     blocks_in_use,
     bytes_at,
 )
-from sglang_loader.host_backup.backup import BRIDGED_BYTES, bridged
+from sglang_loader.host_backup.backup import BRIDGED_BYTES, backup_of, bridged, create_backup
 from sglang_loader.host_backup.saved_bytes import CHUNK_BYTES, SavedBytes
 from sglang_loader.load_plan.destinations import collect_destinations
 from sglang_loader.load_plan.plan import LoadPlan

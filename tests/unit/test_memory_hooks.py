@@ -29,7 +29,7 @@ from sglang_loader.hooks import memory as hooks
 from sglang_loader.hooks import request_gate as gate_hooks
 from sglang_loader.hooks import weights as weight_updater_hooks
 from sglang_loader.hooks.weights import update_on_all_ranks
-from sglang_loader.host_backup import backup_of, create_backup
+from sglang_loader.host_backup.backup import backup_of, create_backup
 from sglang_loader.load_plan.destinations import collect_destinations
 from sglang_loader.upstream import facts_of, with_facts
 from support.reachable_memory import publish_coverage, reachable

@@ -47,21 +47,21 @@ FROM_ENGINE = [
 ]
 
 
-ENDS = [(m, wire.decode_from_trainer, wire.decode_from_engine) for m in FROM_TRAINER]
-ENDS += [(m, wire.decode_from_engine, wire.decode_from_trainer) for m in FROM_ENGINE]
+ENDS = [(m, wire.FROM_TRAINER, wire.FROM_ENGINE) for m in FROM_TRAINER]
+ENDS += [(m, wire.FROM_ENGINE, wire.FROM_TRAINER) for m in FROM_ENGINE]
 
 
-@pytest.mark.parametrize(("message", "decode", "decode_others"), ENDS)
-def test_messages_round_trip_at_the_end_that_they_are_for(message, decode, decode_others):
-    assert decode(wire.encode(message)) == message
+@pytest.mark.parametrize(("message", "decoder", "of_others"), ENDS)
+def test_messages_round_trip_at_the_end_that_they_are_for(message, decoder, of_others):
+    assert wire.decode(decoder, wire.encode(message)) == message
     with pytest.raises(SessionError, match="not a session message"):
-        decode_others(wire.encode(message))
+        wire.decode(of_others, wire.encode(message))
 
 
 @given(st.binary(max_size=64))
 def test_noise_is_refused(data):
     with pytest.raises(SessionError):
-        wire.decode_from_trainer(data)
+        wire.decode(wire.FROM_TRAINER, data)
 
 
 @pytest.mark.parametrize("message", FROM_TRAINER, ids=lambda m: type(m).__name__)
@@ -76,7 +76,7 @@ def test_a_missing_an_unknown_and_a_mistyped_field_are_refused(message):
         if broken.keys() == {"type", "version"}:
             continue  # `token` has a default, which the channel refuses
         with pytest.raises(SessionError):
-            wire.decode_from_trainer(msgspec.msgpack.encode(broken))
+            wire.decode(wire.FROM_TRAINER, msgspec.msgpack.encode(broken))
 
 
 @pytest.mark.parametrize(
@@ -89,14 +89,14 @@ def test_a_missing_an_unknown_and_a_mistyped_field_are_refused(message):
 )
 def test_bytes_before_the_first_are_refused(piece):
     with pytest.raises(SessionError, match=r"Expected `int` >= 0 - at `\$\[0\]"):
-        wire.decode_pieces(msgspec.msgpack.encode([piece]))
+        wire.decode(wire.PIECES, msgspec.msgpack.encode([piece]))
 
 
 @pytest.mark.parametrize("receives", [[[8, 0], [7, 0]], [[16, -8]]])
 def test_parts_of_words_are_refused(receives):
     fields = msgspec.msgpack.decode(wire.encode(FROM_TRAINER[1]))
     with pytest.raises(SessionError, match=r"Expected `int` .* at `\$\.receives"):
-        wire.decode_from_trainer(msgspec.msgpack.encode({**fields, "receives": receives}))
+        wire.decode(wire.FROM_TRAINER, msgspec.msgpack.encode({**fields, "receives": receives}))
 
 
 DESCRIPTOR = wire.SessionDescriptor(

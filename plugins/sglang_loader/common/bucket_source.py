@@ -1,12 +1,12 @@
 """Where the bytes of a bucket are: in one flat buffer, or in pieces of the trainer's own memory.
 
 A layout gives every tensor an offset, as if the bucket were one buffer. If the trainer's tensors
-are read in place, a `BucketMap` maps the bytes of that buffer to bytes of numbered memories, and a
-`BucketSource` has these memories:
+are read in place, a `BucketMap` maps the bytes of that buffer to bytes of memories in numbered
+slots, and a `BucketSource` has these memories:
 
-    bucket_map = BucketMap([Piece.flat(0, 0, 4096), Piece.flat(4096, 1, 512)])
-    source = BucketSource(bucket_map, [mapped, other])
-    for copy, number in bucket_map.copies(bucket_copy): ...
+    bucket_map = BucketMap([BucketPiece(0, 0, 0, 4096), BucketPiece(1, 0, 4096, 512)])
+    source = BucketSource(bucket_map, {0: mapped, 1: other})
+    for copy, slot in bucket_map.copies(bucket_copy): ...
 
 Parameters that were offloaded come back in other memory with the same layout: another source, the
 same map. A piece may end within a tensor, where a shard ends; or a tensor's bytes are spread over
@@ -15,9 +15,10 @@ shards, like those of a row-parallel weight.
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import TypeAlias
 
@@ -25,59 +26,12 @@ import torch
 
 from sglang_loader.common.copies import copy_views
 from sglang_loader.common.layout import BucketLayout, check_buffer
-from sglang_loader.common.regions.compose import ByteMap, shard_copies
+from sglang_loader.common.regions.compose import shard_copies
 from sglang_loader.common.regions.geometry import StridedCopy, split_copy
+from sglang_loader.common.session.messages import BucketPiece
 
 CopyFrom: TypeAlias = tuple[StridedCopy, int]
 """A copy, and the number of the memory in which its `src` is an offset."""
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Consecutive bytes of a bucket that are a strided set of bytes of a parameter's shards.
-
-    Attributes:
-        start: offset of the first byte in the bucket's layout.
-        shards: `(memory number, offset, length)` in bytes; of several, none is empty.
-        bytes: the bytes' places in the concatenated shards.
-    """
-
-    start: int
-    shards: tuple[tuple[int, int, int], ...]
-    bytes: ByteMap
-
-    @classmethod
-    def flat(cls, start: int, number: int, nbytes: int) -> Piece:
-        """A piece that is the first bytes of one memory."""
-        return cls(start, ((number, 0, nbytes),), ByteMap(0, ((nbytes, 1),)))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the bucket."""
-        return self.bytes.nbytes
-
-    @property
-    def is_within(self) -> bool:
-        """True if all bytes are in the shards; no offset or stride is negative."""
-        reach = self.bytes.offset + sum((count - 1) * stride for count, stride in self.bytes.dims)
-        return reach < sum(nbytes for _, _, nbytes in self.shards)
-
-    def copies(self, copy: StridedCopy) -> Iterator[CopyFrom]:
-        """Copies from the memories for a copy whose `src` is an offset in the piece.
-
-        Raises:
-            ValueError: a shard ends within a unit of the copy.
-        """
-        if self.bytes.is_dense and len(self.shards) == 1:  # most are: faster than `shard_copies`
-            ((number, offset, _),) = self.shards
-            yield replace(copy, src=offset + self.bytes.offset + copy.src), number
-            return
-        starts = list(accumulate((nbytes for _, _, nbytes in self.shards), initial=0))[:-1]
-        for shard, part in shard_copies(self.bytes, starts, copy):
-            number, offset, nbytes = self.shards[shard]
-            if part.src_bounds()[1] > nbytes:
-                raise ValueError(f"a shard of {nbytes} bytes ends within {copy.unit}")
-            yield (replace(part, src=offset + part.src) if offset else part), number
 
 
 class BucketMap:
@@ -88,7 +42,7 @@ class BucketMap:
         ValueError: pieces overlap, or are out of order.
     """
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
+    def __init__(self, pieces: Sequence[BucketPiece]) -> None:
         stop = 0
         for piece in pieces:
             if piece.start < stop:
@@ -103,42 +57,56 @@ class BucketMap:
         """Copies from the memories for a copy from the bucket.
 
         Raises:
-            ValueError: some of its bytes are in no piece.
+            ValueError: some of its bytes are in no piece, or a shard ends within one of its units.
         """
         for part in split_copy(copy, self._starts):
             start, stop = part.src_bounds()
             i = bisect_right(self._starts, start) - 1
             if i < 0 or stop > self.pieces[i].start + self.pieces[i].nbytes:
                 raise ValueError(f"bytes {start} to {stop} of the bucket are in no piece")
-            yield from self.pieces[i].copies(replace(part, src=start - self.pieces[i].start))
+            yield from _from_piece(self.pieces[i], replace(part, src=start - self.pieces[i].start))
+
+
+def _from_piece(piece: BucketPiece, copy: StridedCopy) -> Iterator[CopyFrom]:
+    """Copies from the memories for a copy whose `src` is an offset in the piece."""
+    if not piece.dims and not piece.shards:  # most are: faster than `shard_copies`
+        yield replace(copy, src=piece.offset + copy.src), piece.slot
+        return
+    shards = piece.shards or ((piece.slot, 0, sys.maxsize),)
+    starts = list(accumulate((nbytes for _, _, nbytes in shards), initial=0))[:-1]
+    for shard, part in shard_copies(piece.bytes, starts, copy):
+        slot, offset, nbytes = shards[shard]
+        if part.src_bounds()[1] > nbytes:
+            raise ValueError(f"a shard of {nbytes} bytes ends within {copy.unit}")
+        yield (replace(part, src=offset + part.src) if offset else part), slot
 
 
 class BucketSource:
     """The memories in which one bucket lies; copies that are bound to them hold this object.
 
     Args:
-        memories: by the map's numbers, each flat contiguous uint8.
+        memories: by the slots of the map's pieces, each flat contiguous uint8.
 
     Raises:
         ValueError: a memory is anything else.
     """
 
-    def __init__(self, bucket_map: BucketMap, memories: Sequence[torch.Tensor]) -> None:
-        for memory in memories:
+    def __init__(self, bucket_map: BucketMap, memories: Mapping[int, torch.Tensor]) -> None:
+        for memory in memories.values():
             check_buffer(memory, 0)
         self.map = bucket_map
-        self.memories = tuple(memories)
+        self.memories = dict(memories)
 
     @classmethod
     def flat(cls, buffer: torch.Tensor) -> BucketSource:
         """The source of a bucket in one buffer, flat contiguous uint8."""
         check_buffer(buffer, 0)
-        return cls(BucketMap([Piece.flat(0, 0, buffer.numel())]), [buffer])
+        return cls(BucketMap([BucketPiece(0, 0, 0, buffer.numel())]), {0: buffer})
 
     @property
     def device(self) -> torch.device:
         """The device of its first memory; the CPU if there is none."""
-        return self.memories[0].device if self.memories else torch.device("cpu")
+        return next((each.device for each in self.memories.values()), torch.device("cpu"))
 
     def packed(self, layout: BucketLayout) -> torch.Tensor:
         """The bucket as one buffer: the source's own memory if that is one, else a copy.
@@ -149,13 +117,13 @@ class BucketSource:
         nbytes = layout.nbytes
         if len(self.map.pieces) == 1:
             (piece,) = self.map.pieces
-            (number, offset, _), *others = piece.shards
-            if piece.bytes.is_dense and not others and piece.start == 0 and piece.nbytes >= nbytes:
-                return self.memories[number][offset + piece.bytes.offset :][:nbytes]
+            is_flat = not piece.dims and not piece.shards
+            if is_flat and piece.start == 0 and piece.nbytes >= nbytes:
+                return self.memories[piece.slot][piece.offset :][:nbytes]
         buffer = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
         for tensor in layout.tensors:
             whole = StridedCopy(0, tensor.offset, tensor.offset, (), tensor.nbytes)
-            for copy, number in self.map.copies(whole) if tensor.nbytes else ():
-                target, origin = copy_views(copy, self.memories[number], buffer)
+            for copy, slot in self.map.copies(whole) if tensor.nbytes else ():
+                target, origin = copy_views(copy, self.memories[slot], buffer)
                 target.copy_(origin)
         return buffer

@@ -15,12 +15,14 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from sglang_loader.common.regions.geometry import StridedCopy
 
 try:
     import triton
@@ -34,48 +36,23 @@ TILE_WORDS = 8192
 WORD = torch.int64
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """`rows` rows of `run` consecutive 64-bit words; addresses in bytes, strides in words."""
-
-    src: int
-    dst: int
-    src_stride: int
-    dst_stride: int
-    run: int
-    rows: int
+Rows: TypeAlias = tuple[int, int, int, int, int, int]
+"""Source, target, source stride, target stride, run, rows: `rows` rows of `run` consecutive 64-bit
+words; addresses in bytes, strides in words.
+"""
 
 
-def num_tiles(rows: Rows) -> int:
-    """Number of tiles: each is a part of a long row, or a group of short rows."""
-    if rows.run >= TILE_WORDS:
-        return rows.rows * -(-rows.run // TILE_WORDS)
-    return -(-rows.rows // (TILE_WORDS // rows.run))
+def rows_of(copy: StridedCopy) -> Iterator[Rows]:
+    """One copy of whole words as sets of evenly spaced rows."""
+    *outer, (rows, src_stride, dst_stride) = copy.dims or ((1, 0, 0),)
+    steps = src_stride // WORD.itemsize, dst_stride // WORD.itemsize
+    for index in itertools.product(*(range(count) for count, _, _ in outer)):
+        src = copy.src + sum(i * stride for i, (_, stride, _) in zip(index, outer, strict=True))
+        dst = copy.dst + sum(i * stride for i, (_, _, stride) in zip(index, outer, strict=True))
+        yield src, dst, *steps, copy.run // WORD.itemsize, rows
 
 
-def rows_between(
-    source: int,
-    target: int,
-    shape: Sequence[int],
-    src_strides: Sequence[int],
-    dst_strides: Sequence[int],
-) -> Iterator[Rows]:
-    """One copy as sets of evenly spaced rows: addresses in bytes, shape and strides in words, with
-    an innermost stride of 1.
-    """
-    size = WORD.itemsize
-    if len(shape) == 1:
-        shape, src_strides, dst_strides = [1, *shape], (0, 1), (0, 1)
-    *outer, rows, run = shape
-    for index in itertools.product(*(range(count) for count in outer)):
-        src = sum(i * stride for i, stride in zip(index, src_strides, strict=False))
-        dst = sum(i * stride for i, stride in zip(index, dst_strides, strict=False))
-        yield Rows(
-            source + src * size, target + dst * size, src_strides[-2], dst_strides[-2], run, rows
-        )
-
-
-def tile_table(nums_tiles: Sequence[int]) -> npt.NDArray[np.int32]:
+def tile_table(nums_tiles: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
     """`(entry, part of the entry)` of every tile, given the number of tiles of each entry. Each
     program of a kernel takes one tile.
     """
@@ -98,23 +75,18 @@ def interleaved_order(gpus: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArra
 
 
 def tables_of(entries: Sequence[Rows]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-    """The fields of rows, of shape `[n, 6]`, and their `tile_table`."""
-    fields = [(r.src, r.dst, r.src_stride, r.dst_stride, r.run, r.rows) for r in entries]
-    tiles = tile_table([num_tiles(rows) for rows in entries])
-    return np.array(fields, dtype=np.int64).reshape(-1, 6), tiles
+    """The rows as an array of shape `[n, 6]`, and their `tile_table`: each tile is a part of a long
+    row, or a group of short rows.
+    """
+    fields = np.array(entries, dtype=np.int64).reshape(-1, 6)
+    run, rows = fields.T[4:]
+    return fields, tile_table(-(-run // TILE_WORDS) * -(-rows // np.maximum(TILE_WORDS // run, 1)))
 
 
 def launch(tiles: torch.Tensor, entries: torch.Tensor) -> None:
     """Run the kernel on the current stream; the `tables_of` the rows are on the device."""
     if len(tiles):
         _copy_tiles[(len(tiles),)](tiles, entries, TILE=TILE_WORDS, num_warps=8)
-
-
-def interleave_tiles(
-    tiles: npt.NDArray[np.int32], gpus: Sequence[int] | npt.NDArray[np.int64]
-) -> npt.NDArray[np.int32]:
-    """A `tile_table` in `interleaved_order`, given the number of the GPU of each entry's source."""
-    return tiles[interleaved_order(np.asarray(gpus)[tiles[:, 0]])]
 
 
 @cache
@@ -125,7 +97,7 @@ def is_available(device: torch.device) -> bool:
     try:
         source = torch.arange(8, dtype=WORD, device=device)
         target = torch.zeros_like(source)
-        rows, tiles = tables_of([Rows(source.data_ptr(), target.data_ptr(), 0, 0, 8, 1)])
+        rows, tiles = tables_of([(source.data_ptr(), target.data_ptr(), 0, 0, 8, 1)])
         launch(torch.from_numpy(tiles).to(device), torch.from_numpy(rows).to(device))
         return torch.equal(target, source)
     except Exception as error:

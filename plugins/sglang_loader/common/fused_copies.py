@@ -12,7 +12,7 @@ GPUs, all of these are read at the same time, see `copy_kernel`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 
@@ -24,11 +24,10 @@ from sglang_loader.common.bucket_source import CopyFrom
 from sglang_loader.common.copies import copy_views
 from sglang_loader.common.copy_kernel import (
     WORD,
-    interleave_tiles,
     interleaved_order,
     is_available,
     launch,
-    rows_between,
+    rows_of,
     tables_of,
 )
 from sglang_loader.common.shared_memory import peer_gpu_of
@@ -46,14 +45,14 @@ class FusedCopies:
 
     def between(
         self,
-        memories: Sequence[torch.Tensor],
+        memories: Mapping[int, torch.Tensor] | Sequence[torch.Tensor],
         targets: Sequence[torch.Tensor],
         device: torch.device,
     ) -> list[Callable[[], object]]:
         """The launches. They do not keep `memories` and `targets` alive.
 
         Args:
-            memories: flat contiguous uint8; those that no copy reads are ignored.
+            memories: by number, flat contiguous uint8; those that no copy reads are ignored.
             targets: flat uint8, each at the beginning of its storage.
             device: on which the kernel runs.
         """
@@ -111,10 +110,7 @@ class _WordCopies:
     def __init__(self, copies: Sequence[CopyFrom]) -> None:
         entries, places = [], []
         for copy, number in copies:
-            shape = *(count for count, _, _ in copy.dims), copy.run // WORD.itemsize
-            src = *(src // WORD.itemsize for _, src, _ in copy.dims), 1
-            dst = *(dst // WORD.itemsize for _, _, dst in copy.dims), 1
-            rows = list(rows_between(copy.src, copy.dst, shape, src, dst)) if copy.run else []
+            rows = list(rows_of(copy)) if copy.run else []
             entries += rows
             places += [(number, copy.storage)] * len(rows)
         self.rows, self._tiles = tables_of(entries)
@@ -134,8 +130,8 @@ class _WordCopies:
         """The launch; `gpus`: for each memory the number of its GPU."""
         read_from = gpus.tolist()
         if self._device_tiles is None or self._device_tiles[0] != read_from:
-            tiles = interleave_tiles(self._tiles, gpus[self._numbers])
-            self._device_tiles = read_from, torch.from_numpy(tiles).to(device)
+            order = interleaved_order(gpus[self._numbers][self._tiles[:, 0]])
+            self._device_tiles = read_from, torch.from_numpy(self._tiles[order]).to(device)
         addresses = [tensor.data_ptr() for tensor in (*memories, *targets)]
         if self._device_rows is None or self._device_rows[0] != addresses:
             rows = self.rows.copy()

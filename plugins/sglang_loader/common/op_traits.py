@@ -64,14 +64,8 @@ def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
 
 def leaves(value: Any) -> list[Any]:
     """The leaves of nested lists, tuples and dicts: arguments or results of an operator."""
-    if not isinstance(value, (list, tuple, dict)):
-        return [value]
     found: list[Any] = []
-    for item in value.values() if isinstance(value, dict) else value:
-        if isinstance(item, (list, tuple, dict)):
-            found += leaves(item)
-        else:
-            found.append(item)
+    map_leaves(found.append, value)
     return found
 
 

@@ -33,7 +33,6 @@ from sglang_loader.common.regions.intervals import num_bytes
 from sglang_loader.common.stage_costs import Cost, by_rank
 from sglang_loader.hooks.request_gate import set_gate, why_closed
 from sglang_loader.hooks.tp_ranks import TPRanks, attempt
-from sglang_loader.host_backup import WeightsBackup, backup_of, create_backup
 from sglang_loader.host_backup.allocations import (
     WEIGHTS_TAG,
     nbytes_in_pool,
@@ -41,6 +40,7 @@ from sglang_loader.host_backup.allocations import (
     under_weights_tag,
     why_not_enumerable,
 )
+from sglang_loader.host_backup.backup import WeightsBackup, backup_of, create_backup
 from sglang_loader.upstream import (
     facts_of,
     io_struct,

@@ -29,7 +29,7 @@ from sglang_loader.common.engine_settings import (
     graphs_are_released_by_tag,
     requested_gate_policy,
 )
-from sglang_loader.host_backup import backup_of
+from sglang_loader.host_backup.backup import backup_of
 from sglang_loader.upstream import io_struct, is_health_probe, is_ours, pp_rank
 
 logger = logging.getLogger(__name__)

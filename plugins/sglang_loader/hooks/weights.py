@@ -28,8 +28,8 @@ from sglang_loader.common.session.messages import (
 from sglang_loader.hooks.request_gate import gate_reason, set_gate, why_closed
 from sglang_loader.hooks.tp_ranks import TPRanks, attempt
 from sglang_loader.hooks.update_groups import groups_of
-from sglang_loader.host_backup import backup_of, create_backup
 from sglang_loader.host_backup.allocations import under_weights_tag
+from sglang_loader.host_backup.backup import backup_of, create_backup
 from sglang_loader.host_backup.completeness import Completeness
 from sglang_loader.session.findings import Verdict
 from sglang_loader.session.serve import Conclude, SessionSteps, serve_session
@@ -162,12 +162,12 @@ class WeightUpdate:
 
     def view_sync(self) -> None:
         """Look up the verdict on these tensors, else make this rank's view of them. To be called
-        once all buckets are loaded: nothing slow is left between Commit and publication.
+        when all buckets are loaded: nothing slow is left between Commit and publication.
 
         Raises:
             DoesNotFit: these tensors were refused before.
         """
-        if not self._needs_verdict or self._verdict is not None or self._view is not None:
+        if not self._needs_verdict:
             return
         model = self._updater.tp_worker.model_runner.model
         self._verdict = cached_verdict(self._layouts, model)
@@ -190,7 +190,7 @@ class WeightUpdate:
 
     def run(self, load: Callable[[], None]) -> list[str]:
         """Load a whole sync on every TP rank; returns the failures of all ranks. `load` calls
-        `begin_bucket` before each bucket, and may call `view_sync`.
+        `begin_bucket` before each bucket, and `view_sync` after the last.
         """
         failure = self._load_in_frame(load)
         # After a failure, too: the prefix caches of all TP ranks must stay equal.
@@ -223,8 +223,6 @@ class WeightUpdate:
         _, failure = attempt(frame.begin)
         if failure is None:
             _, failure = attempt(load)
-            if failure is None:
-                _, failure = attempt(self.view_sync)
             _, unfinished = attempt(frame.end)
             failure = failure or unfinished
         self._has_begun = self._has_begun or frame.is_open

@@ -12,7 +12,3 @@ they are resumed (61 GB: 17 s and 5 s), although a sync overwrites nearly all of
 
 Nothing here imports sglang; `hooks.memory` connects it to the scheduler.
 """
-
-from sglang_loader.host_backup.backup import WeightsBackup, backup_of, create_backup
-
-__all__ = ["WeightsBackup", "backup_of", "create_backup"]

@@ -17,26 +17,3 @@ recorded.
 A plan is used only after `check_bucket` has proved it bit for bit against the eager loader, and
 only while `guard` finds nothing changed. Nothing here imports sglang.
 """
-
-from sglang_loader.load_plan.compiler import compile_bucket, join_buckets
-from sglang_loader.load_plan.executor import PlanExecutor
-from sglang_loader.load_plan.guard import DestinationProbe
-from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, PlanRefused
-from sglang_loader.load_plan.tracer import trace_bucket
-from sglang_loader.load_plan.uses import BucketUses, uses_of
-from sglang_loader.load_plan.verify import CheckedDigests, check_bucket
-
-__all__ = [
-    "BucketPlan",
-    "BucketUses",
-    "CheckedDigests",
-    "DestinationProbe",
-    "LoadPlan",
-    "PlanExecutor",
-    "PlanRefused",
-    "check_bucket",
-    "compile_bucket",
-    "join_buckets",
-    "trace_bucket",
-    "uses_of",
-]

@@ -20,12 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.coalesce import coalesce, find_overlapping
-from sglang_loader.common.regions.geometry import (
-    BYTES,
-    StridedCopy,
-    Unit,
-    describe_copy,
-)
+from sglang_loader.common.regions.geometry import BYTES, StridedCopy, Unit, describe_copy
 from sglang_loader.common.regions.intervals import (
     Interval,
     contains,
@@ -37,12 +32,7 @@ from sglang_loader.common.regions.intervals import (
 from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.left_out import derived_writes, recomputed, why_stale
 from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, PlanRefused
-from sglang_loader.load_plan.trace import (
-    Space,
-    Step,
-    TracedBucket,
-    in_space,
-)
+from sglang_loader.load_plan.trace import Space, Step, TracedBucket, in_space
 
 
 def compile_bucket(traced: TracedBucket) -> BucketPlan:
@@ -86,12 +76,12 @@ def _judge_host_reads(traced: TracedBucket) -> tuple[tuple[str, int, Interval], 
         PlanRefused: data of the bucket, or made of it, reached Python: that cannot be replayed.
     """
     reads: dict[tuple[str, int, Interval], None] = {}
-    for read in traced.host_reads:
-        for origin in traced.origins.of(read.tensor):
+    for what, tensor in traced.host_reads:
+        for origin in traced.origins.of(tensor):
             if origin.space is Space.BUCKET:
                 name = traced.layout.tensors[traced.layout.tensor_at(origin.region.offset)].name
-                raise PlanRefused(f"Python reads the data of {name} ({read.what})")
-            reads[read.what, origin.index, origin.region.bounds()] = None
+                raise PlanRefused(f"Python reads the data of {name} ({what})")
+            reads[what, origin.index, origin.region.bounds()] = None
     return tuple(reads)
 
 

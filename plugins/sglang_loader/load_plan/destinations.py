@@ -116,7 +116,7 @@ def collect_destinations(model: nn.Module, earlier: Destinations | None = None) 
         name, tensor = place.name, place.tensor
         if tensor.device.type == "meta":
             continue
-        if not _has_plain_storage(tensor):
+        if tensor.layout != torch.strided or is_traceable_wrapper_subclass(tensor):
             opaque.append(name)
             continue
         raw = tensor.untyped_storage()
@@ -204,10 +204,6 @@ def _tensors_in(path: str, container: Any, key: Any, value: Any, depth: int) -> 
         for inner, item in list(items):
             if type(item) not in _WITHOUT_TENSORS:
                 yield from _tensors_in(f"{path}[{inner!r}]", value, inner, item, depth - 1)
-
-
-def _has_plain_storage(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor)
 
 
 def _check_disjoint(storages: list[StorageEntry]) -> None:

@@ -90,14 +90,6 @@ class Step:
         return (self.reads[0], self.writes[0]) if is_copy else None
 
 
-@dataclass(frozen=True, slots=True)
-class HostRead:
-    """Tensor data that reached Python: a plan cannot replay decisions that depend on it."""
-
-    what: str
-    tensor: TensorRef
-
-
 @dataclass
 class TracedBucket:
     """One bucket, and everything that its `load_weights` did with tensors.
@@ -106,6 +98,8 @@ class TracedBucket:
         destinations: the model's storages at that time.
         steps: in order.
         origins: of the temporaries, after the last step.
+        host_reads: methods by which tensor data reached Python, and the tensors: a plan cannot
+            replay decisions that depend on it.
         problems: why no plan can be made of this.
     """
 
@@ -113,5 +107,5 @@ class TracedBucket:
     destinations: Destinations
     steps: list[Step] = field(default_factory=list)
     origins: Origins = field(default_factory=Origins)
-    host_reads: list[HostRead] = field(default_factory=list)
+    host_reads: list[tuple[str, TensorRef]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)

@@ -43,13 +43,7 @@ from sglang_loader.load_plan.destinations import (
 )
 from sglang_loader.load_plan.host_reads import HostReadWatch
 from sglang_loader.load_plan.plan import LoadWeights, PlanRefused
-from sglang_loader.load_plan.trace import (
-    HostRead,
-    Space,
-    Step,
-    TensorRef,
-    TracedBucket,
-)
+from sglang_loader.load_plan.trace import Space, Step, TensorRef, TracedBucket
 
 _INDEX_OPS = frozenset({"aten::index", "aten::_unsafe_index"})
 
@@ -219,7 +213,7 @@ class _DispatchRecorder(TorchDispatchMode):
     def note_host_read(self, what: str, tensor: torch.Tensor) -> None:
         """Remember that Python saw the data of `tensor`."""
         with _disable_current_modes():  # reads without an operator come while the mode is active
-            self.trace.host_reads.append(HostRead(what, self._ref(tensor)))
+            self.trace.host_reads.append((what, self._ref(tensor)))
 
     def _append(
         self, op: Any, traits: OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any

@@ -19,13 +19,7 @@ from sglang_loader.common.layout import BucketLayout, BucketTensor
 from sglang_loader.common.regions.geometry import Region
 from sglang_loader.common.regions.intervals import Interval, merge_runs
 from sglang_loader.load_plan.host_reads import MEMORY_GIVEN_AWAY
-from sglang_loader.load_plan.trace import (
-    Space,
-    Step,
-    TensorRef,
-    TracedBucket,
-    in_space,
-)
+from sglang_loader.load_plan.trace import Space, Step, TensorRef, TracedBucket, in_space
 
 
 @dataclass
@@ -67,12 +61,8 @@ class BucketUses:
         A loader that needs two tensors in one call (MLA's `q_a_proj` and `kv_a_proj_with_mqa`)
         silently drops both when a bucket boundary parts them.
         """
-        return [
-            tensor.name
-            for tensor in self.layout.tensors
-            if tensor.nbytes
-            and not ((use := self.tensors.get(tensor.name)) is not None and use.is_applied)
-        ]
+        applied = {name for name, use in self.tensors.items() if use.is_applied}
+        return [t.name for t in self.layout.tensors if t.nbytes and t.name not in applied]
 
 
 def uses_of(traced: TracedBucket) -> BucketUses:
@@ -98,12 +88,12 @@ def uses_of(traced: TracedBucket) -> BucketUses:
             use.dtypes.update(ref.dtype for ref in targets)
             use.is_broadcast = use.is_broadcast or _is_broadcast(step)
     problems = list(traced.problems)
-    for read in traced.host_reads:  # Python may write it back as a number
-        for use in uses_among(traced.origins.of(read.tensor)):
+    for what, tensor in traced.host_reads:  # Python may write it back as a number
+        for use in uses_among(traced.origins.of(tensor)):
             use.is_applied = True
-        if read.tensor.space is Space.DESTINATION and read.what in MEMORY_GIVEN_AWAY:
-            name = storages[read.tensor.index].name
-            problems.append(f"{name} may be written through its {read.what}, unseen")
+        if tensor.space is Space.DESTINATION and what in MEMORY_GIVEN_AWAY:
+            name = storages[tensor.index].name
+            problems.append(f"{name} may be written through its {what}, unseen")
     return BucketUses(
         layout,
         {layout.tensors[number].name: use for number, use in uses.items()},

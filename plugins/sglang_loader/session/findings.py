@@ -15,7 +15,6 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 
@@ -25,21 +24,8 @@ from sglang_loader.common.regions.intervals import merge
 from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.uses import BucketUses, TensorUse
 
-
-class Spec(NamedTuple):
-    """A tensor of a sync or of a published checkpoint."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-PublishedTensors = Mapping[str, Spec]
-"""The tensors of a published checkpoint, by name."""
+PublishedTensors = Mapping[str, BucketTensor]
+"""The tensors of a published checkpoint, by name; their offsets mean nothing."""
 
 _TIED_HEAD = "lm_head.weight"
 _EMBEDDING = "embed_tokens.weight"
@@ -234,30 +220,30 @@ def _from_layer(name: str) -> list[str]:
 
 
 def judge(
-    specs: Sequence[Spec], views: Sequence[RankView], published: PublishedTensors | None
+    tensors: Sequence[BucketTensor], views: Sequence[RankView], published: PublishedTensors | None
 ) -> Verdict:
-    """All ranks' views as one verdict; the same on every rank."""
+    """All ranks' views of a sync's tensors as one verdict; the same on every rank."""
     if blind := [view for view in views if view.unknown is not None]:
         clashes = {name: reason for view in blind for name, reason in view.clashes.items()}
-        unscaled = (_described(s, clashes[s.name], None) for s in specs if s.name in clashes)
+        unscaled = (_described(t, clashes[t.name], None) for t in tensors if t.name in clashes)
         return Verdict(
             not_checked=blind[0].unknown if not clashes else None, mismatched=tuple(unscaled)
         )
-    normal = {spec.name for spec in specs if published and _is_normal(spec, published)}
-    embeddings = {shape for name, _, shape in specs if name.endswith(_EMBEDDING)}
+    embeddings = {each.shape for each in tensors if each.name.endswith(_EMBEDDING)}
     mismatched: list[str] = []
     unexpected: list[str] = []
     doubtful: list[str] = []
-    for spec in specs:
-        name = spec.name
+    for tensor in tensors:
+        name = tensor.name
         expected = published.get(name) if published is not None else None
+        is_normal = expected is not None and _is_normal(tensor, expected)
         if all(name in view.unused for view in views):
-            if expected is None and not _may_be_dropped(spec, embeddings):
+            if expected is None and not _may_be_dropped(tensor, embeddings):
                 (doubtful if published is None else unexpected).append(name)
-            elif expected is not None and name not in normal:
-                mismatched.append(_described(spec, "not used like this", expected))
-        elif name not in normal and (reason := _mismatch(spec, views, expected)):
-            mismatched.append(_described(spec, reason, expected))
+            elif expected is not None and not is_normal:
+                mismatched.append(_described(tensor, "not used like this", expected))
+        elif not is_normal and (reason := _mismatch(tensor, views, expected)):
+            mismatched.append(_described(tensor, reason, expected))
     return Verdict(
         unexpected=tuple(unexpected),
         mismatched=tuple(mismatched),
@@ -266,44 +252,43 @@ def judge(
     )
 
 
-def _is_normal(spec: Spec, published: PublishedTensors) -> bool:
-    expected = published.get(spec.name)
-    if expected is None or expected.shape != spec.shape:
-        return False
-    return _may_become(spec.dtype, expected.dtype)
+def _is_normal(tensor: BucketTensor, expected: BucketTensor) -> bool:
+    return expected.shape == tensor.shape and _may_become(tensor.dtype, expected.dtype)
 
 
-def _mismatch(spec: Spec, views: Sequence[RankView], expected: Spec | None) -> str | None:
+def _mismatch(
+    tensor: BucketTensor, views: Sequence[RankView], expected: BucketTensor | None
+) -> str | None:
     """Why a tensor that `load_weights` accepted does not fit, or None."""
-    clash = next((view.clashes[spec.name] for view in views if spec.name in view.clashes), None)
+    clash = next((view.clashes[tensor.name] for view in views if tensor.name in view.clashes), None)
     if clash is not None:
         return clash
-    if unread := _unread_bytes(spec, views):
-        return f"{unread} of {spec.nbytes} bytes are read by no rank"
-    if expected is not None and math.prod(expected.shape) != math.prod(spec.shape):
-        return f"{math.prod(spec.shape)} elements"
+    if unread := _unread_bytes(tensor, views):
+        return f"{unread} of {tensor.nbytes} bytes are read by no rank"
+    if expected is not None and math.prod(expected.shape) != math.prod(tensor.shape):
+        return f"{math.prod(tensor.shape)} elements"
     return None
 
 
-def _may_be_dropped(spec: Spec, embeddings: set[tuple[int, ...]]) -> bool:
+def _may_be_dropped(tensor: BucketTensor, embeddings: set[tuple[int, ...]]) -> bool:
     """True for an output layer tied to the embedding, and for rotary tables, which are computed."""
-    is_tied_head = spec.name.endswith(_TIED_HEAD) and spec.shape in embeddings
-    return is_tied_head or spec.name.endswith(_ROTARY)
+    is_tied_head = tensor.name.endswith(_TIED_HEAD) and tensor.shape in embeddings
+    return is_tied_head or tensor.name.endswith(_ROTARY)
 
 
-def _unread_bytes(spec: Spec, views: Sequence[RankView]) -> int:
+def _unread_bytes(tensor: BucketTensor, views: Sequence[RankView]) -> int:
     """A lower bound: parts that overlap count twice."""
-    users = [view for view in views if spec.name not in view.unused]
-    if not all(spec.name in view.partial for view in users):
+    users = [view for view in views if tensor.name not in view.unused]
+    if not all(tensor.name in view.partial for view in users):
         return 0  # some rank reads all of it
-    parts = {part for view in users for part in view.partial[spec.name]}
-    return max(0, spec.nbytes - sum(math.prod(p.shape) * p.itemsize for p in parts))
+    parts = {part for view in users for part in view.partial[tensor.name]}
+    return max(0, tensor.nbytes - sum(math.prod(p.shape) * p.itemsize for p in parts))
 
 
-def _described(spec: Spec, reason: str, expected: Spec | None) -> str:
-    if expected is not None and expected.shape != spec.shape:
+def _described(tensor: BucketTensor, reason: str, expected: BucketTensor | None) -> str:
+    if expected is not None and expected.shape != tensor.shape:
         reason += f"; published: {list(expected.shape)}"
-    return f"{spec.name} {list(spec.shape)} ({reason})"
+    return f"{tensor.name} {list(tensor.shape)} ({reason})"
 
 
 def _listed(found: Sequence[str]) -> str:

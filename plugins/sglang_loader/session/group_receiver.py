@@ -8,12 +8,7 @@ from typing import Any
 
 import torch
 
-from sglang_loader.common.broadcast.broadcast import (
-    Broadcast,
-    BroadcastError,
-    Transfer,
-    all_to_all,
-)
+from sglang_loader.common.broadcast.broadcast import Broadcast, BroadcastError, Transfer, all_to_all
 from sglang_loader.common.broadcast.update_group import abort
 from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.layout import BucketLayout

@@ -5,25 +5,22 @@ Mapped buffers outlive a session, so that a later one need not map them again.
 
 from __future__ import annotations
 
-import operator
 import sys
-from collections import OrderedDict, deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 
 import torch
 
-from sglang_loader.common.bucket_source import BucketMap, BucketSource, Piece
+from sglang_loader.common.bucket_source import BucketMap, BucketSource
 from sglang_loader.common.layout import BucketLayout
-from sglang_loader.common.regions.compose import ByteMap
 from sglang_loader.common.session import messages as wire
 from sglang_loader.common.session.messages import SessionError
 from sglang_loader.common.shared_memory import map_buffer
 
-MAX_LAYOUTS = 4096
 MAX_SOURCES = 2
-"""Cached for each layout: a bucket comes packed from the export, or as pieces of parameters."""
+"""Cached for each bucket: it comes packed from the export, or as pieces of parameters."""
 
 
 class MappedMemory:
@@ -87,13 +84,15 @@ class MappedMemory:
 
 
 class SourceCache:
-    """Bucket sources of earlier syncs, by layout: a bucket may have thousands of pieces, and plans
+    """Bucket sources of earlier syncs, by index: a bucket may have thousands of pieces, and plans
     bind their copies to its map and source. The same pieces give the same `BucketMap`, and in the
     same memory the same `BucketSource`.
     """
 
     def __init__(self) -> None:
-        self._by_layout: OrderedDict[bytes, deque[_CachedSource]] = OrderedDict()
+        self._by_index: defaultdict[int, deque[_CachedSource]] = defaultdict(
+            lambda: deque(maxlen=MAX_SOURCES)
+        )
 
     def of(
         self, message: wire.LoadBucket, slots: Mapping[int, torch.Tensor], nbytes: int
@@ -103,22 +102,20 @@ class SourceCache:
         Raises:
             SessionError: a piece lies in no buffer, or leaves it or the bucket.
         """
-        entries = self._by_layout.setdefault(message.layout, deque(maxlen=MAX_SOURCES))
+        entries = self._by_index[message.index]
         entry = next((each for each in entries if each.matches(message.pieces, slots)), None)
         if entry is None:
             entry = _CachedSource.of(message, slots, nbytes)
             entries.append(entry)
-            while len(self._by_layout) > MAX_LAYOUTS:
-                self._by_layout.popitem(last=False)
-        memories = [slots[slot] for slot in entry.slots]
+        memories = {slot: slots[slot] for slot in entry.sizes}
         source = entry.source
-        if source is None or any(map(operator.is_not, source.memories, memories)):
+        if source is None or any(source.memories[slot] is not memories[slot] for slot in memories):
             source = entry.source = BucketSource(entry.map, memories)
         return source
 
     def clear(self) -> None:
         """Drop the references to all memory."""
-        for entry in chain.from_iterable(self._by_layout.values()):
+        for entry in chain.from_iterable(self._by_index.values()):
             entry.source = None
 
 
@@ -129,7 +126,7 @@ class _CachedSource:
     """
 
     pieces: bytes
-    slots: dict[int, int]
+    sizes: dict[int, int]
     map: BucketMap
     source: BucketSource | None = None
 
@@ -137,41 +134,31 @@ class _CachedSource:
     def of(
         cls, message: wire.LoadBucket, buffers: Mapping[int, torch.Tensor], nbytes: int
     ) -> _CachedSource:
-        pieces, numbers = wire.decode_pieces(message.pieces), dict[int, int]()
+        pieces, sizes = wire.decode(wire.PIECES, message.pieces), dict[int, int]()
         for piece in pieces:
             for slot in (piece.slot, *(slot for slot, _, _ in piece.shards)):
                 if slot not in buffers:
                     raise SessionError(f"bucket {message.index} lies in slot {slot}: not mapped")
-                numbers.setdefault(slot, len(numbers))
-        sizes = {slot: buffers[slot].numel() for slot in numbers}
-        found = [_piece(piece, numbers, sizes, nbytes, message.index) for piece in pieces]
-        return cls(message.pieces, sizes, BucketMap(found))
+                sizes[slot] = buffers[slot].numel()
+            _check_within(piece, sizes, nbytes, message.index)
+        return cls(message.pieces, sizes, BucketMap(pieces))
 
     def matches(self, pieces: bytes, buffers: Mapping[int, torch.Tensor]) -> bool:
         """True if these are the same pieces, in buffers of the same lengths."""
         if pieces != self.pieces:
             return False
-        return all(s in buffers and buffers[s].numel() == n for s, n in self.slots.items())
+        return all(s in buffers and buffers[s].numel() == n for s, n in self.sizes.items())
 
 
-def _piece(
-    piece: wire.BucketPiece,
-    numbers: Mapping[int, int],
-    sizes: Mapping[int, int],
-    bucket_nbytes: int,
-    index: int,
-) -> Piece:
-    shards = piece.shards or ((piece.slot, 0, sizes[piece.slot]),)
-    for slot, offset, length in shards:
+def _check_within(
+    piece: wire.BucketPiece, sizes: Mapping[int, int], bucket_nbytes: int, index: int
+) -> None:
+    """Raise SessionError unless a piece lies in its memory, and in the bucket."""
+    for slot, offset, length in piece.shards:
         if offset + length > sizes[slot]:
             raise SessionError(f"a shard of bucket {index} leaves the buffer of {sizes[slot]}")
-    found = Piece(
-        piece.start,
-        tuple((numbers[slot], offset, length) for slot, offset, length in shards),
-        ByteMap(piece.offset, piece.dims or ((piece.nbytes, 1),)),
-    )
-    if found.nbytes != piece.nbytes or not found.is_within:
+    room = sum(length for _, _, length in piece.shards) if piece.shards else sizes[piece.slot]
+    if piece.bytes.nbytes != piece.nbytes or piece.bytes.stop > room:
         raise SessionError(f"a piece of bucket {index} at byte {piece.start} leaves its memory")
     if piece.start + piece.nbytes > bucket_nbytes:
         raise SessionError(f"a piece of bucket {index} leaves the bucket's {bucket_nbytes} bytes")
-    return found

@@ -26,17 +26,12 @@ import torch
 from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.session.messages import MAKING_PLAN, SessionError
-from sglang_loader.host_backup import backup_of
-from sglang_loader.load_plan import (
-    BucketPlan,
-    BucketUses,
-    DestinationProbe,
-    LoadPlan,
-    PlanExecutor,
-    PlanRefused,
-)
+from sglang_loader.host_backup.backup import backup_of
 from sglang_loader.load_plan.arrange import ALL_WHOLE, ArrangedBuckets
-from sglang_loader.load_plan.guard import what_changed
+from sglang_loader.load_plan.executor import PlanExecutor
+from sglang_loader.load_plan.guard import DestinationProbe, what_changed
+from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, PlanRefused
+from sglang_loader.load_plan.uses import BucketUses
 from sglang_loader.load_plan.verify import why_misarranged
 from sglang_loader.session.recording import PlanRecorder
 
@@ -50,14 +45,7 @@ _ATTRIBUTE = "_verl_sglang_sync_loader"
 
 @dataclass(frozen=True)
 class SyncOutcome:
-    """How one sync was loaded.
-
-    Attributes:
-        num_replayed: buckets loaded by the plan.
-        num_eager: buckets loaded by `load_weights`.
-        reason: why some were eager; None where all were replayed.
-        may_read_in_place: a plan holds, so that later buckets may be the trainer's own memory.
-    """
+    """How one sync was loaded; see `messages.Loaded`."""
 
     num_replayed: int
     num_eager: int

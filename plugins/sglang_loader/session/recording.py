@@ -14,21 +14,13 @@ from typing import Any
 import torch
 
 from sglang_loader.common.layout import BucketLayout
-from sglang_loader.load_plan import (
-    BucketPlan,
-    BucketUses,
-    CheckedDigests,
-    LoadPlan,
-    PlanRefused,
-    check_bucket,
-    compile_bucket,
-    join_buckets,
-    trace_bucket,
-    uses_of,
-)
+from sglang_loader.load_plan.compiler import compile_bucket, join_buckets
 from sglang_loader.load_plan.destinations import Destinations
-from sglang_loader.load_plan.plan import LoadWeights
+from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, LoadWeights, PlanRefused
 from sglang_loader.load_plan.trace import TracedBucket
+from sglang_loader.load_plan.tracer import trace_bucket
+from sglang_loader.load_plan.uses import BucketUses, uses_of
+from sglang_loader.load_plan.verify import CheckedDigests, check_bucket
 
 
 class PlanRecorder:

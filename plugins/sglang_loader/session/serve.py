@@ -105,34 +105,16 @@ receiver = GroupReceiver()
 """Both serve all sessions of this process; `hooks.update_groups` drops the groups that it left."""
 
 
-class InFlight:
-    """Buckets that were launched, in order; the device may still be reading them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._launched: deque[tuple[int, torch.cuda.Event | None]] = deque()
-
-    def __len__(self) -> int:
-        return len(self._launched)
-
-    def add(self, index: int, *, on_current_stream: bool) -> None:
-        """Add a launched bucket; wait at once for a loader that may use other streams."""
-        event = None
-        if self._device.type == "cuda" and on_current_stream:
-            event = torch.cuda.Event()
-            event.record()
-        else:
-            synchronize(self._device)
-        self._launched.append((index, event))
-
-    def finished(self) -> Iterator[int]:
-        """Remove the oldest buckets that the device has finished with; yields their indices."""
-        while self._launched:
-            index, event = self._launched[0]
-            if event is not None and not event.query():
-                return
-            self._launched.popleft()
-            yield index
+def _when_done(device: torch.device, *, on_current_stream: bool) -> torch.cuda.Event | None:
+    """The event of a bucket that was launched; None: it is done. A loader that may use other
+    streams is waited for at once.
+    """
+    if device.type != "cuda" or not on_current_stream:
+        synchronize(device)
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
 
 
 class _Session:
@@ -160,7 +142,7 @@ class _Session:
         self._loaded: list[BucketLayout] = []
         self._announced: deque[tuple[wire.LoadBucket, BucketLayout]] = deque()  # not yet begun
         self._begun: deque[tuple[wire.LoadBucket, BucketLayout]] = deque()  # not yet launched
-        self._in_flight = InFlight(device)
+        self._in_flight: deque[tuple[int, torch.cuda.Event | None]] = deque()  # launched, in order
         self._arranged = ALL_WHOLE
         self._seconds = dict.fromkeys(("waiting", "launching", "copying"), 0.0)
         self._has_released = False
@@ -241,7 +223,12 @@ class _Session:
         return True
 
     def _report_finished(self, channel: Channel[FromTrainer]) -> None:
-        for index in self._in_flight.finished():
+        """Tell the trainer of the oldest buckets that the device has finished with."""
+        while self._in_flight:
+            index, event = self._in_flight[0]
+            if event is not None and not event.query():
+                return
+            self._in_flight.popleft()
             channel.send(wire.BucketDone, index=index)
 
     def _begin_buckets(self, channel: Channel[FromTrainer]) -> None:
@@ -298,7 +285,8 @@ class _Session:
             for loader in self._loaders
         ]
         self._loaded.append(layout)
-        self._in_flight.add(message.index, on_current_stream=all(replayed))
+        event = _when_done(self._device, on_current_stream=all(replayed))
+        self._in_flight.append((message.index, event))
 
     def _arranged_nbytes(self, message: wire.LoadBucket) -> int:
         """Size of a bucket of which only the arranged bytes came."""

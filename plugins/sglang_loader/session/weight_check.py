@@ -27,12 +27,11 @@ from weakref import WeakKeyDictionary
 import torch
 from safetensors import SafetensorError, safe_open
 
-from sglang_loader.common.layout import BucketLayout
+from sglang_loader.common.layout import BucketLayout, BucketTensor
 from sglang_loader.load_plan.destinations import collect_destinations
 from sglang_loader.session.findings import (
     PublishedTensors,
     RankView,
-    Spec,
     Verdict,
     judge,
     missing_tensors,
@@ -111,8 +110,7 @@ def judge_together(view: SyncView, gather: Gather) -> Verdict:
     """All TP ranks' verdict on a sync; each must call this."""
     views = [each for of_rank in gather(view.views) for each in of_rank]
     tensors = [tensor for layout in view.checked[0] for tensor in layout.tensors]
-    specs = [Spec(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
-    verdict = judge(specs, views, view.published)
+    verdict = judge(tensors, views, view.published)
     _verdicts[view.target] = view.checked, verdict
     return verdict
 
@@ -150,14 +148,14 @@ def published_tensors(folder: str | Path) -> PublishedTensors | None:
         None where there is no such checkpoint: no folder (a name on the hub), other file formats,
         a dtype that is not known here, or files that do not follow the format.
     """
-    found: dict[str, Spec] = {}
+    found: dict[str, BucketTensor] = {}
     try:
         for file in _files(Path(folder)):
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118
                     tensor = tensors.get_slice(name)
                     dtype, shape = _DTYPES[tensor.get_dtype()], tuple(tensor.get_shape())
-                    found[name] = Spec(name, dtype, shape)
+                    found[name] = BucketTensor(name, shape, dtype, 0)
     except (OSError, KeyError, SafetensorError):
         return None
     return found or None

@@ -19,7 +19,6 @@ from sglang_loader.common.layout import (
 from sglang_loader.common.regions.arrangement import arranged_nbytes
 from sglang_loader.common.regions.coalesce import coalesce, find_overlapping
 from sglang_loader.common.regions.geometry import BYTES, StridedCopy, Unit
-from sglang_loader.load_plan import check_bucket, compile_bucket, trace_bucket
 from sglang_loader.load_plan.arrange import (
     ALL_WHOLE,
     UNIT_ALIGNMENT,
@@ -27,9 +26,11 @@ from sglang_loader.load_plan.arrange import (
     arrange,
     num_bytes_read,
 )
+from sglang_loader.load_plan.compiler import compile_bucket
 from sglang_loader.load_plan.executor import replay_once
 from sglang_loader.load_plan.plan import BucketPlan
-from sglang_loader.load_plan.verify import why_misarranged
+from sglang_loader.load_plan.tracer import trace_bucket
+from sglang_loader.load_plan.verify import check_bucket, why_misarranged
 from support.plan_check import differing, gather, snapshot
 from unit.strided_moves import indices, moves
 

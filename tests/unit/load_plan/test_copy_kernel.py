@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_loader.common.copy_kernel import TILE_WORDS, interleaved_order
-from support.kernel_copies import launcher, rows_of
+from sglang_loader.common.copy_kernel import TILE_WORDS, interleaved_order, rows_of
+from support.kernel_copies import copy_of, launcher
 from support.remote import run_interpreted
 
 pytest.importorskip("triton")
@@ -83,11 +83,11 @@ def test_at_any_time_all_gpus_are_read_from(gpus):
 def test_a_copy_of_many_dimensions_becomes_rows():
     source = torch.zeros(2, 3, 4, 8, dtype=torch.int64)
     target = torch.zeros(2, 3, 4, 10, dtype=torch.int64)[..., :8]
-    found = rows_of(target, source)
-    assert [(r.src - source.data_ptr(), r.dst - target.data_ptr()) for r in found] == [
+    found = list(rows_of(copy_of(target, source)))
+    assert [(src - source.data_ptr(), dst - target.data_ptr()) for src, dst, *_ in found] == [
         (i * 4 * 8 * 8, i * 4 * 10 * 8) for i in range(6)
     ]
-    assert {(r.src_stride, r.dst_stride, r.run, r.rows) for r in found} == {(8, 10, 8, 4)}
+    assert {tuple(shape) for _, _, *shape in found} == {(8, 10, 8, 4)}
 
 
 COMPILE = """

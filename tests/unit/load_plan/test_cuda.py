@@ -8,7 +8,9 @@ from torch import nn
 
 from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.layout import BucketLayout
-from sglang_loader.load_plan import PlanExecutor, compile_bucket, join_buckets, trace_bucket
+from sglang_loader.load_plan.compiler import compile_bucket, join_buckets
+from sglang_loader.load_plan.executor import PlanExecutor
+from sglang_loader.load_plan.tracer import trace_bucket
 from support.plan_check import differing, self_check, snapshot
 
 pytestmark = [

@@ -4,12 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from sglang_loader.load_plan import DestinationProbe
 from sglang_loader.load_plan.destinations import (
     collect_destinations,
     first_difference,
 )
-from sglang_loader.load_plan.guard import what_changed
+from sglang_loader.load_plan.guard import DestinationProbe, what_changed
 
 CONTEXT = {"tp_rank": 0, "expert_map": ((2,), b"01"), "quantization": None}
 

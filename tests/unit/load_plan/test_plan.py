@@ -11,17 +11,12 @@ from torch import nn
 
 from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.layout import BucketLayout
-from sglang_loader.load_plan import (
-    CheckedDigests,
-    PlanExecutor,
-    PlanRefused,
-    check_bucket,
-    compile_bucket,
-    join_buckets,
-    trace_bucket,
-    uses_of,
-)
-from sglang_loader.load_plan.verify import poison, scramble
+from sglang_loader.load_plan.compiler import compile_bucket, join_buckets
+from sglang_loader.load_plan.executor import PlanExecutor
+from sglang_loader.load_plan.plan import PlanRefused
+from sglang_loader.load_plan.tracer import trace_bucket
+from sglang_loader.load_plan.uses import uses_of
+from sglang_loader.load_plan.verify import CheckedDigests, check_bucket, poison, scramble
 from support.plan_check import differing, self_check, snapshot, uncovered
 
 SOURCES = [("w", (6, 8), torch.float32), ("v", (6, 8), torch.float32), ("b", (8,), torch.bfloat16)]

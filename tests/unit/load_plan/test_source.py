@@ -10,16 +10,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from sglang_loader.common import fused_copies
-from sglang_loader.common.bucket_source import BucketMap, BucketSource, Piece
+from sglang_loader.common.bucket_source import BucketMap, BucketSource
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.compose import ByteMap
 from sglang_loader.common.regions.geometry import Region, StridedCopy, Unit
-from sglang_loader.load_plan import (
-    PlanExecutor,
-    compile_bucket,
-    join_buckets,
-    trace_bucket,
-)
+from sglang_loader.common.session.messages import BucketPiece
+from sglang_loader.load_plan.compiler import compile_bucket, join_buckets
+from sglang_loader.load_plan.executor import PlanExecutor
+from sglang_loader.load_plan.tracer import trace_bucket
 from support.remote import run_interpreted
 
 SHAPES = [("q", (4, 8)), ("k", (2, 8)), ("v", (2, 8)), ("o", (8, 4)), ("n", (8,))]
@@ -77,8 +75,8 @@ def in_pieces(tensors, cuts):
 
 def source_of(parts):
     """Pieces that begin at these bytes, each all of a memory."""
-    pieces = [Piece.flat(start, i, memory.numel()) for i, (start, memory) in enumerate(parts)]
-    return BucketSource(BucketMap(pieces), [memory for _, memory in parts])
+    pieces = [BucketPiece(i, 0, start, len(memory)) for i, (start, memory) in enumerate(parts)]
+    return BucketSource(BucketMap(pieces), dict(enumerate(memory for _, memory in parts)))
 
 
 class Adds(nn.Module):
@@ -113,7 +111,7 @@ def spread(tensors, axes):
     pieces, memories = [], []
     for entry, tensor, axis in zip(LAYOUT.tensors, tensors, axes, strict=True):
         if axis is None:
-            pieces.append(Piece.flat(entry.offset, len(memories), tensor.nbytes))
+            pieces.append(BucketPiece(len(memories), 0, entry.offset, tensor.nbytes))
             memories.append(tensor.clone().view(-1).view(torch.uint8))
             continue
         axis %= tensor.dim()
@@ -121,9 +119,10 @@ def spread(tensors, axes):
         order = halves.movedim(0, axis)
         region = Region(0, tuple(order.shape), tuple(order.stride()), tensor.element_size())
         shards = tuple((len(memories) + i, 0, half.nbytes) for i, half in enumerate(halves))
-        pieces.append(Piece(entry.offset, shards, ByteMap.of(region)))
+        dims = ByteMap.of(region).dims
+        pieces.append(BucketPiece(len(memories), 0, entry.offset, tensor.nbytes, dims, shards))
         memories += [half.clone().view(-1).view(torch.uint8) for half in halves]
-    return BucketSource(BucketMap(pieces), memories)
+    return BucketSource(BucketMap(pieces), dict(enumerate(memories)))
 
 
 CUTS = st.sets(st.integers(1, LAYOUT.nbytes // 4 - 1), max_size=9)
@@ -166,7 +165,7 @@ def test_memory_in_which_elements_lie_askew_is_copied_right_or_refused(odd):
 
 def test_a_shard_of_a_row_parallel_weight_is_one_copy():
     shards = (3, 0, 64), (1, 32, 64)
-    piece = Piece(0, shards, ByteMap(0, ((16, 4), (2, 64), (4, 1))))  # [16, 8] bytes
+    piece = BucketPiece(3, 0, 0, 128, ((16, 4), (2, 64), (4, 1)), shards)  # [16, 8] bytes
     parts = list(BucketMap([piece]).copies(StridedCopy(0, 0, 0, (), 128)))
     assert [(number, copy.dims, copy.run, copy.src, copy.dst) for copy, number in parts] == [
         (3, ((16, 4, 8),), 4, 0, 0),
@@ -176,7 +175,7 @@ def test_a_shard_of_a_row_parallel_weight_is_one_copy():
 
 def test_no_element_is_parted_by_the_end_of_a_shard():
     widened = StridedCopy(0, 0, 0, (), 4, Unit(4, 8, (torch.float32, torch.float64)))
-    piece = Piece(0, ((0, 0, 6), (1, 0, 10)), ByteMap(0, ((16, 1),)))
+    piece = BucketPiece(0, 0, 0, 16, (), ((0, 0, 6), (1, 0, 10)))
     with pytest.raises(ValueError, match="a shard of 6 bytes ends within"):
         list(BucketMap([piece]).copies(widened))
 
@@ -225,7 +224,7 @@ class Ignores(nn.Module):
 
 def test_of_a_bucket_of_which_nothing_is_read_nothing_need_come():
     model = Ignores()
-    executor_of(model).replay(0, BucketSource(BucketMap([]), []))
+    executor_of(model).replay(0, BucketSource(BucketMap([]), {}))
 
 
 def test_one_buffer_is_not_copied():
@@ -236,7 +235,7 @@ def test_one_buffer_is_not_copied():
 def test_every_byte_of_a_tensor_must_lie_in_a_piece():
     memory = torch.zeros(LAYOUT.nbytes, dtype=torch.uint8)
     torn = source_of([(0, memory[:64]), (68, memory[68:])])
-    for source in (torn, BucketSource(BucketMap([]), [])):
+    for source in (torn, BucketSource(BucketMap([]), {})):
         with pytest.raises(ValueError, match="of the bucket are in no piece"):
             source.packed(LAYOUT)
         with pytest.raises(ValueError, match="of the bucket are in no piece"):

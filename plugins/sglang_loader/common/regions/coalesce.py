@@ -14,12 +14,13 @@ do, without memory for every byte of the model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
-import numpy as np
-
 from sglang_loader.common.regions.geometry import Dim, StridedCopy, Unit, collapse
+from sglang_loader.common.regions.intervals import merge_runs, num_bytes
 
 MAX_PERIOD = 4
 MIN_REPEATS = 3
@@ -41,10 +42,8 @@ def join_adjacent(copies: Sequence[StridedCopy]) -> list[StridedCopy]:
     """Contiguous copies that continue each other on both sides become one, by destination."""
     joined: list[StridedCopy] = []
     for copy in sorted(copies, key=lambda c: (c.storage, c.dst)):
-        last = joined[-1] if joined else None
-        if last is not None and _continues(last, copy):
-            run = last.run + copy.run
-            joined[-1] = StridedCopy(last.storage, last.src, last.dst, (), run, last.unit)
+        if joined and _continues(joined[-1], copy):
+            joined[-1] = replace(joined[-1], run=joined[-1].run + copy.run)
         else:
             joined.append(copy)
     return joined
@@ -74,14 +73,9 @@ def find_overlapping(copies: Sequence[StridedCopy]) -> set[int]:
 
 
 def _continues(last: StridedCopy, copy: StridedCopy) -> bool:
-    return (
-        last.storage == copy.storage
-        and last.unit == copy.unit
-        and not last.dims
-        and not copy.dims
-        and last.src + last.run * last.unit.src_bytes == copy.src
-        and last.dst + last.run * last.unit.dst_bytes == copy.dst
-    )
+    src = last.src + last.run * last.unit.src_bytes
+    dst = last.dst + last.run * last.unit.dst_bytes
+    return not last.dims and copy == replace(last, src=src, dst=dst, run=copy.run)
 
 
 def _fold_group(group: list[StridedCopy]) -> Iterator[StridedCopy]:
@@ -92,44 +86,37 @@ def _fold_group(group: list[StridedCopy]) -> Iterator[StridedCopy]:
     at = 0
     while at < len(group):
         period, repeats = _longest_progression(group, at)
-        if repeats == 1:
-            yield group[at]
-            at += 1
-            continue
         for lane in range(at, at + period):
-            yield _fold(group[lane], group[lane + period], repeats)
+            yield _fold(group[lane], group[lane + period], repeats) if repeats > 1 else group[lane]
         at += period * repeats
 
 
 def _longest_progression(group: list[StridedCopy], at: int) -> tuple[int, int]:
-    """(lanes, repeats) of the longest progression from `at` on; (1, 1): none worth folding."""
-    best = (1, 1)
+    """(lanes, repeats) of the longest progression from `at` on; (1, 1): none worth folding.
+
+    Two copies at any distance form a progression; folding those would break up a longer one that
+    starts later, unless they are the whole group.
+    """
+    found = [(1, 1)]
     for period in range(1, MAX_PERIOD + 1):
         repeats = _count_repeats(group, at, period)
-        # Two copies at any distance form a progression; folding those would break up a longer one
-        # that starts later.
-        whole_group = period == 1 and repeats == len(group)
-        if repeats < MIN_REPEATS and not (whole_group and repeats > 1):
-            continue
-        if period * repeats > best[0] * best[1]:
-            best = (period, repeats)
-    return best
+        if repeats >= MIN_REPEATS or (period == 1 and repeats == len(group)):
+            found.append((period, repeats))
+    return max(found, key=math.prod)
 
 
 def _count_repeats(group: list[StridedCopy], at: int, period: int) -> int:
     """How often `period` copies repeat from `at` on; each lane may have its own strides."""
-    if at + 2 * period > len(group):
+    stop = at + 2 * period
+    if stop > len(group):
         return 1
-    strides = [_stride(group, lane, period) for lane in range(at, at + period)]
-    if any(src < 0 for src, _ in strides):  # torch has no negative strides
-        return 1
-    repeats = 2
-    while at + (repeats + 1) * period <= len(group):
-        base = at + (repeats - 1) * period
-        if any(_stride(group, base + i, period) != strides[i] for i in range(period)):
-            break
-        repeats += 1
-    return repeats
+    if any(_stride(group, lane, period)[0] < 0 for lane in range(at, at + period)):
+        return 1  # torch has no negative strides
+    while stop < len(group) and (
+        _stride(group, stop - period, period) == _stride(group, stop - 2 * period, period)
+    ):
+        stop += 1
+    return (stop - at) // period
 
 
 def _stride(group: list[StridedCopy], at: int, period: int) -> tuple[int, int]:
@@ -139,7 +126,7 @@ def _stride(group: list[StridedCopy], at: int, period: int) -> tuple[int, int]:
 def _fold(first: StridedCopy, second: StridedCopy, repeats: int) -> StridedCopy:
     outer = (repeats, second.src - first.src, second.dst - first.dst)
     dims, run = collapse((outer, *first.dims), first.run, first.unit)
-    return StridedCopy(first.storage, first.src, first.dst, dims, run, first.unit)
+    return replace(first, dims=dims, run=run)
 
 
 def _clusters(copies: Sequence[StridedCopy]) -> list[list[int]]:
@@ -157,15 +144,7 @@ def _clusters(copies: Sequence[StridedCopy]) -> list[list[int]]:
 
 
 def _really_overlap(copies: Sequence[StridedCopy]) -> bool:
-    num_runs = 0
-    starts, stops = [], []
-    for copy in copies:
-        num_runs += copy.num_dst_runs()
-        if num_runs > MAX_EXPANDED_RUNS:
-            return True
-        first, length = copy.dst_runs()
-        starts.append(first)
-        stops.append(first + length)
-    start, stop = np.concatenate(starts), np.concatenate(stops)
-    order = np.argsort(start, kind="stable")
-    return bool(np.any(start[order][1:] < np.maximum.accumulate(stop[order])[:-1]))
+    if sum(copy.num_dst_runs() for copy in copies) > MAX_EXPANDED_RUNS:
+        return True
+    runs = [copy.dst_runs() for copy in copies]
+    return num_bytes(merge_runs(runs)) < sum(len(starts) * length for starts, length in runs)

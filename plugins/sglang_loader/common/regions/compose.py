@@ -58,6 +58,11 @@ class ByteMap:
         return math.prod(count for count, _ in self.dims)
 
     @property
+    def stop(self) -> int:
+        """End of the last byte in the parameter."""
+        return self.offset + sum((count - 1) * stride for count, stride in self.dims) + 1
+
+    @property
     def is_dense(self) -> bool:
         """True if the tensor's bytes are consecutive in the parameter."""
         return len(self.dims) == 1 and self.dims[0][1] == 1

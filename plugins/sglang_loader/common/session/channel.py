@@ -49,7 +49,7 @@ class Channel(Generic[Received]):
         self._bind = bind
         self._token = ""
         self._timeout_s = 0.0
-        self._decode: Any = wire.decode_from_engine if bind else wire.decode_from_trainer
+        self._decoder: Any = wire.FROM_ENGINE if bind else wire.FROM_TRAINER
         self._peer = "engine" if bind else "trainer"
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
@@ -164,13 +164,10 @@ class Channel(Generic[Received]):
                 self._received.appendleft(message)
             else:
                 self._received.append(message)
-        if self._is_peer_gone and not self._bind and not self._is_aborted:
+        is_aborted = bool(self._received) and isinstance(self._received[0], wire.Abort)
+        if self._is_peer_gone and not self._bind and not is_aborted:
             raise SessionError(f"the {self._peer}'s process is gone")
         return bool(self._received)
-
-    @property
-    def _is_aborted(self) -> bool:
-        return bool(self._received) and isinstance(self._received[0], wire.Abort)
 
     def _look_at_peer(self) -> None:
         """Process the monitor's events."""
@@ -182,7 +179,7 @@ class Channel(Generic[Received]):
                 self._is_peer_gone = True
 
     def _checked(self, data: bytes) -> Received:
-        message: Received = self._decode(data)
+        message: Received = wire.decode(self._decoder, data)
         wire.check_version(message.version)
         if not hmac.compare_digest(message.token.encode(), self._token.encode()):
             raise SessionError(f"a message of the {self._peer} has a wrong token: refused")

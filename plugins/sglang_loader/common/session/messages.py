@@ -46,12 +46,13 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Sequence
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
 
 from sglang_loader.common.check_remarks import ManifestCheck
 from sglang_loader.common.regions.arrangement import Size
+from sglang_loader.common.regions.compose import ByteMap
 from sglang_loader.common.shared_memory import CpuHandle, CudaHandle
 
 SESSION_VERSION = 16
@@ -155,8 +156,8 @@ class BucketPiece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
         nbytes: length.
         dims: `(count, stride in bytes)`, outermost first, as in `ByteMap`; () if the bytes are
             consecutive.
-        shards: `(slot, offset, length)` of parts of buffers that the bytes are spread over, the
-            first in `slot`; () if they are in one buffer.
+        shards: `(slot, offset, length)` of parts of buffers that the bytes are spread over, none
+            empty, the first in `slot`; () if they are in one buffer.
     """
 
     slot: Size
@@ -165,6 +166,11 @@ class BucketPiece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     nbytes: Size
     dims: tuple[tuple[Size, Size], ...] = ()
     shards: tuple[tuple[Size, Size, Size], ...] = ()
+
+    @property
+    def bytes(self) -> ByteMap:
+        """Places of its bytes in the buffer, or in the concatenated shards."""
+        return ByteMap(self.offset, self.dims or ((self.nbytes, 1),))
 
 
 class LoadBucket(_Message, frozen=True, kw_only=True):
@@ -270,13 +276,15 @@ class Failed(_Message, frozen=True, kw_only=True):
     cannot_map: bool = False
 
 
+Decoded = TypeVar("Decoded")
 FromTrainer = Welcome | LoadBucket | Finish | Commit | Abort
 FromEngine = Hello | Receiving | BucketDone | Loaded | Published | Failed
 
 _encoder = msgspec.msgpack.Encoder()
-_from_trainer = msgspec.msgpack.Decoder(FromTrainer)
-_from_engine = msgspec.msgpack.Decoder(FromEngine)
-_pieces = msgspec.msgpack.Decoder(list[BucketPiece])
+FROM_TRAINER: msgspec.msgpack.Decoder[FromTrainer] = msgspec.msgpack.Decoder(FromTrainer)
+FROM_ENGINE: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+PIECES = msgspec.msgpack.Decoder(list[BucketPiece])
+"""Decoders, for `decode`."""
 _descriptor = msgspec.json.Decoder(SessionDescriptor)
 
 
@@ -288,19 +296,12 @@ def encode_pieces(pieces: Sequence[BucketPiece]) -> bytes:
     return _encoder.encode(pieces)
 
 
-def decode_pieces(data: bytes) -> list[BucketPiece]:
-    """Parse the output of `encode_pieces`, or raise SessionError."""
-    return _decode(_pieces, data)  # type: ignore[no-any-return]
-
-
-def decode_from_trainer(data: bytes) -> FromTrainer:
-    """Parse a message of a trainer, or raise SessionError."""
-    return _decode(_from_trainer, data)  # type: ignore[no-any-return]
-
-
-def decode_from_engine(data: bytes) -> FromEngine:
-    """Parse a message of an engine, or raise SessionError."""
-    return _decode(_from_engine, data)  # type: ignore[no-any-return]
+def decode(decoder: msgspec.msgpack.Decoder[Decoded], data: bytes) -> Decoded:
+    """Parse the output of `encode` or `encode_pieces`, or raise SessionError."""
+    try:
+        return decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise SessionError(f"not a session message: {error}; got {data[:60]!r}") from None
 
 
 def encode_descriptor(descriptor: SessionDescriptor) -> bytes:
@@ -344,10 +345,3 @@ def check_version(version: int) -> None:
             f"session version {version}, this side speaks {SESSION_VERSION}: the trainer and the "
             "engine have different releases of verl-sglang-sync installed"
         )
-
-
-def _decode(decoder: Any, data: bytes) -> Any:
-    try:
-        return decoder.decode(data)
-    except msgspec.MsgspecError as error:
-        raise SessionError(f"not a session message: {error}; got {data[:60]!r}") from None
