@@ -82,7 +82,7 @@ def test_what_is_pulled_is_what_the_export_would_give(pool, kind):
 
 PROVE = "verl_sglang_sync.sources.comparison.Comparison.finish"
 COMPARE = "verl_sglang_sync.sources.comparison.memory_of"
-DELIVER = "verl_sglang_sync.routes.pull.located.PulledDelivery.deliver"
+DELIVER = "verl_sglang_sync.routes.pull.route.PulledBuckets.deliver"
 LOAD = "unit.route_ranks.EngineModel.load_weights"
 MOVED_ON_0 = ("move", 0)
 FREED = ("sync_failing", None, DELIVER, EngineCannotMap("freed"))

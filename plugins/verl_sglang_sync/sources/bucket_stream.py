@@ -175,13 +175,9 @@ class BucketStream:
         source = iter(weights)
         cuts, self._cuts = self._cuts, None  # stays None where the sync breaks off
         if cuts is None:
-            batches = self._planned(source, [], 0, report)
+            yield from self._planned(source, [], 0, report)
         else:
-            batches = self._compared(source, cuts, report)
-        for batch in batches:
-            report.count_bucket(len(batch.tensors), batch.bucket.payload_bytes)
-            yield batch
-            del batch  # the next bucket is exported when this one may be gone
+            yield from self._compared(source, cuts, report)
 
     def _compared(
         self, source: Iterator[NamedTensor], cuts: list[Cut], report: SyncReport

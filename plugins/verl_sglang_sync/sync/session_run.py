@@ -89,6 +89,7 @@ class SessionRun:
             if not delivery.deliver(ready):
                 return
             self.ranks.count(bucket)
+            report.count_bucket(len(bucket.layout.tensors), bucket.payload_bytes)
             report.num_arranged += ready.arranged
             report.sent_bytes += ready.nbytes if ready.arranged else bucket.payload_bytes
             if not bucket.is_last:

@@ -21,9 +21,7 @@ import torch
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.session.messages import BucketPiece, encode_pieces
 from sglang_loader.common.shared_memory import BufferHandle
-from verl_sglang_sync.engine.engine_ranks import EngineRank
 from verl_sglang_sync.engine.session import SharedBlock
-from verl_sglang_sync.routes.route import ReadyBucket
 from verl_sglang_sync.sources.bucket_stream import Bucket
 from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport
 from verl_sglang_sync.sources.memory_blocks import Block, BlockTable
@@ -240,26 +238,3 @@ class Located:
             for reader in self.readers
         )
         return replace(self, without_handles=self.names, readers=readers)
-
-
-class PulledDelivery:
-    """Has the engines map the parameters of all ranks with the first bucket, and `keep` them mapped
-    or not. Raises `BlockNotMapped` if one has let go of a block of which no handle is left.
-    """
-
-    def __init__(
-        self, engines: Sequence[EngineRank], readers: Sequence[Reader], *, keep: bool
-    ) -> None:
-        self._pairs = list(zip(engines, readers, strict=True))
-        for engine, reader in self._pairs:
-            engine.session.map_blocks(reader.blocks, keep=keep)
-
-    def deliver(self, ready: ReadyBucket) -> bool:
-        for engine, reader in self._pairs:
-            with engine.naming():
-                pieces = reader.pieces[ready.index]
-                engine.session.load(ready.index, ready.bucket, pieces, read_only=True)
-        return True
-
-    def make_room(self) -> None:
-        """Do nothing: the parameters are not written in a sync."""

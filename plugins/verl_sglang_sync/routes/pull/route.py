@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, starmap
 
 import torch
 
@@ -39,7 +39,6 @@ from verl_sglang_sync.report import SyncReport, warn_once
 from verl_sglang_sync.routes.pull.located import (
     Located,
     MemoryTable,
-    PulledDelivery,
     PullPlan,
     bucket_reads,
     share_shards,
@@ -261,7 +260,7 @@ class Pull(Route):
 
 
 @dataclass(eq=False)
-class PulledBuckets(SyncSource):
+class PulledBuckets(SyncSource, Delivery):
     """Buckets that lie in the trainer ranks' parameters, which engines may keep mapped."""
 
     asks_for_reads = False
@@ -277,17 +276,28 @@ class PulledBuckets(SyncSource):
         synchronize(self._route._device)
 
     def delivery(self, engines: Sequence[EngineRank], in_step: InStep) -> Delivery:
-        return PulledDelivery(engines, self._located.readers, keep=self._keep_mapped)
+        """Have the engines map the parameters of all ranks with the first bucket. Raises
+        `BlockNotMapped` if one has let go of a block of which no handle is left.
+        """
+        self._pairs = list(zip(engines, self._located.readers, strict=True))
+        for engine, reader in self._pairs:
+            engine.session.map_blocks(reader.blocks, keep=self._keep_mapped)
+        return self
 
     def __iter__(self) -> Iterator[ReadyBucket]:
-        for index, bucket in enumerate(self._route._stream.buckets):
-            self._report.count_bucket(len(bucket.layout.tensors), bucket.payload_bytes)
-            self._report.num_pulled += 1
-            yield ReadyBucket(index, bucket)
+        return starmap(ReadyBucket, enumerate(self._route._stream.buckets))
+
+    def deliver(self, ready: ReadyBucket) -> bool:
+        for engine, reader in self._pairs:
+            with engine.naming():
+                pieces = reader.pieces[ready.index]
+                engine.session.load(ready.index, ready.bucket, pieces, read_only=True)
+        return True
 
     def confirm(self) -> None:
         with self._report.stage("confirm"):
             self._route._confirm(self._located, self._weights)
 
     def end(self) -> None:
+        self._report.num_pulled += len(self._route._stream.buckets)
         self._route._note_read(self._located, self._keep_mapped)

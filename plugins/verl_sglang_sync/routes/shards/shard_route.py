@@ -11,7 +11,7 @@ are ranks of the group themselves ("send").
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -89,6 +89,23 @@ class ShardPlan:
         return found
 
 
+class ShardBuckets(SyncSource):
+    """The buckets of one sync by a plan whose all-to-all has begun, for engines that hold the
+    arrangements of the plan; also of a full export that is compared with them.
+    """
+
+    def __init__(self, plan: ShardPlan, report: SyncReport) -> None:
+        self.required_arrangements = [each.digest for each in plan.own_arrangements]
+        self.plan = plan
+        self.report = report
+
+    def difference(self, index: int, exported: Sequence[torch.Tensor] | None) -> str | None:
+        """Compare a bucket with the full export: the first difference on this rank, or None. If the
+        tensors have not come it gets None, as the other ranks may wait for this one's shards.
+        """
+        raise NotImplementedError
+
+
 class ShardRoute(Route):
     """Base of the routes by a `ShardPlan`; a rank sends, or receives, `piece_nbytes` at a time. The
     first `first_reader` ranks of the group read nothing.
@@ -99,7 +116,7 @@ class ShardRoute(Route):
         self._piece_nbytes = piece_nbytes
         self._plan: ShardPlan | None = None
 
-    def _source_of(self, plan: ShardPlan, report: SyncReport) -> SyncSource:
+    def _source_of(self, plan: ShardPlan, report: SyncReport) -> ShardBuckets:
         """The buckets of a sync, once the plan's all-to-all has begun."""
         raise NotImplementedError
 
@@ -108,10 +125,6 @@ class ShardRoute(Route):
 
     def _reserve(self) -> None:
         """Take the memory that buckets need now: a rank that fails later keeps others waiting."""
-
-    def _compare(self, plan: ShardPlan, batches: Iterator[Batch]) -> str | None:
-        """Compare with the full export while the all-to-all is begun; returns what differs."""
-        raise NotImplementedError
 
     def _source(self, weights: Iterable[NamedTensor], report: SyncReport) -> SyncSource | None:
         with report.stage("confirm"):  # while the engines join
@@ -237,33 +250,23 @@ class ShardRoute(Route):
         assert self._plan is not None
         report = SyncReport(mode="compiled", replica=None)  # of no sync
         batches = self._stream.batches(Export(weights), report)
-        problem = self._compare(self._plan, batches)
+        problem = _first_problem(self._source_of(self._plan, report), batches)
         self._plan.all_to_all.end()
         return common_reason(self._group, problem)
 
 
-def first_problem(
-    buckets: Sequence[Bucket],
-    batches: Iterator[Batch],
-    compare: Callable[[int, Sequence[torch.Tensor] | None], str | None],
-) -> str | None:
-    """Go through the full export, and compare every bucket with it; collective.
-
-    Returns what differs first on this rank, or what went wrong, or None.
-
-    Args:
-        batches: the export, which is gone through to its end: the other ranks need it.
-        compare: given a bucket's number and its exported tensors, returns what differs. If they
-            have not come it gets None, as the other ranks may wait for this one's shards.
+def _first_problem(source: ShardBuckets, batches: Iterator[Batch]) -> str | None:
+    """Compare every bucket with the full export, which is gone through to its end, as the other
+    ranks need it; collective. Returns what differs first on this rank, or what went wrong, or None.
     """
     problem: str | None = None
-    for index, bucket in enumerate(buckets):
+    for index, bucket in enumerate(source.plan.buckets):
         batch, reason = result_or_reason(lambda: next(batches, None))
         if batch is None or batch.bucket.digest != bucket.digest:
             batch, reason = None, reason or f"bucket {index} is not what it was"
         tensors = None if batch is None else batch.tensors
         del batch
-        differs, failed = result_or_reason(partial(compare, index, tensors))
+        differs, failed = result_or_reason(partial(source.difference, index, tensors))
         problem = problem or reason or differs or failed
     more, reason = result_or_reason(lambda: len(list(batches)))
     return problem or reason or ("the export has more buckets than it had" if more else None)
