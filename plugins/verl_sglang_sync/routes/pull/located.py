@@ -21,7 +21,6 @@ import torch
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.session.messages import BucketPiece, encode_pieces
 from sglang_loader.common.shared_memory import BufferHandle
-from verl_sglang_sync.engine.session import SharedBlock
 from verl_sglang_sync.sources.bucket_stream import Bucket
 from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport
 from verl_sglang_sync.sources.memory_blocks import Block, BlockTable
@@ -91,13 +90,13 @@ class MemoryTable:
         blocks: names of the memory blocks in which the shards lie.
         shards: by parameter: position of its block, and where in that the shard begins; `NO_BYTES`
             where the rank holds nothing of it.
-        handles: by block, then by engine rank: what that maps; each is used once. None where the
+        handles: by block, then by engine rank: what that maps; each is used once. Empty where the
             engines have the block mapped.
     """
 
     blocks: tuple[str, ...]
     shards: tuple[tuple[int, int], ...]
-    handles: tuple[tuple[BufferHandle | None, ...], ...]
+    handles: tuple[tuple[BufferHandle, ...], ...]
 
 
 def share_shards(
@@ -105,7 +104,7 @@ def share_shards(
     now: Mapping[str, torch.Tensor],
     device: torch.device,
     rank: int,
-    share: Callable[[Block, torch.UntypedStorage], tuple[str, tuple[BufferHandle | None, ...]]],
+    share: Callable[[Block, torch.UntypedStorage], tuple[str, tuple[BufferHandle, ...]]],
 ) -> MemoryTable:
     """What the other ranks are to know of this rank's shards.
 
@@ -149,49 +148,32 @@ def _is_mappable(shard: torch.Tensor, device: torch.device) -> bool:
     return device.index in (None, shard.device.index)
 
 
-@dataclass(frozen=True)
-class Reader:
-    """Where one engine rank finds every bucket.
-
-    Attributes:
-        blocks: of all trainer ranks; the engine maps them with the first bucket.
-        pieces: by bucket, encoded; a slot is a position in `blocks`.
+def pieces_for(plan: PullPlan, tables: Sequence[MemoryTable], number: int) -> tuple[bytes, ...]:
+    """Where the engine rank that has this `number` among all finds every bucket, encoded; a slot is
+    a position in all ranks' blocks.
     """
+    first_slots = [0, *accumulate(len(table.blocks) for table in tables)]
 
-    blocks: tuple[SharedBlock, ...]
-    pieces: tuple[bytes, ...]
+    def place(owner: int, parameter: int) -> tuple[int, int]:
+        block, shard_start = tables[owner].shards[parameter]
+        return first_slots[owner] + block, shard_start
 
-    @classmethod
-    def of(cls, plan: PullPlan, tables: Sequence[MemoryTable], handle: int, number: int) -> Reader:
-        """Of the engine rank that has this `number` among all, and the handles at this position."""
-        blocks = [
-            SharedBlock(name, handles[handle])
-            for table in tables
-            for name, handles in zip(table.blocks, table.handles, strict=True)
-        ]
-        first_slots = [0, *accumulate(len(table.blocks) for table in tables)]
+    def piece(part: ShardRead | SpreadRead) -> BucketPiece:
+        if isinstance(part, ShardRead):
+            (slot, offset), read = place(part.owner(number), part.read.tensor), part.read
+            return BucketPiece(slot, offset + read.offset, read.start, read.run)
+        parameter, source = part.origin.parameter, part.origin.bytes
+        owners, shards = plan.traced.owners[parameter], []
+        for shard in range(len(owners.starts)):
+            start, stop = owners.range_of(shard)
+            slot, offset = place(owners.owner_of(shard, number), parameter)
+            shards.append((slot, offset, stop - start))
+        slot = shards[0][0]
+        return BucketPiece(
+            slot, source.offset, part.start, source.nbytes, source.dims, tuple(shards)
+        )
 
-        def place(owner: int, parameter: int) -> tuple[int, int]:
-            block, shard_start = tables[owner].shards[parameter]
-            return first_slots[owner] + block, shard_start
-
-        def piece(part: ShardRead | SpreadRead) -> BucketPiece:
-            if isinstance(part, ShardRead):
-                (slot, offset), read = place(part.owner(number), part.read.tensor), part.read
-                return BucketPiece(slot, offset + read.offset, read.start, read.run)
-            parameter, source = part.origin.parameter, part.origin.bytes
-            owners, shards = plan.traced.owners[parameter], []
-            for shard in range(len(owners.starts)):
-                start, stop = owners.range_of(shard)
-                slot, offset = place(owners.owner_of(shard, number), parameter)
-                shards.append((slot, offset, stop - start))
-            slot = shards[0][0]
-            return BucketPiece(
-                slot, source.offset, part.start, source.nbytes, source.dims, tuple(shards)
-            )
-
-        pieces = [encode_pieces([piece(part) for part in parts]) for parts in plan.reads]
-        return cls(tuple(blocks), tuple(pieces))
+    return tuple(encode_pieces([piece(part) for part in parts]) for parts in plan.reads)
 
 
 @dataclass(frozen=True)
@@ -200,14 +182,15 @@ class Located:
 
     Attributes:
         snapshot: of this rank's parameters.
-        names: of the blocks of all ranks in which they lie.
-        without_handles: the blocks of which there are none: engines must have them mapped.
+        blocks: names of those of all ranks in which they lie; engines map them all.
+        handles: by reader, of the blocks that it has not mapped; each is used once.
+        pieces: by reader and bucket, see `pieces_for`.
     """
 
     snapshot: SourcesSnapshot
-    names: frozenset[str]
-    without_handles: frozenset[str]
-    readers: tuple[Reader, ...]
+    blocks: tuple[str, ...]
+    handles: tuple[Mapping[str, BufferHandle], ...]
+    pieces: tuple[tuple[bytes, ...], ...]
 
     @classmethod
     def of(
@@ -224,17 +207,7 @@ class Located:
         ]
         return cls(
             snapshot,
-            frozenset(name for name, _ in blocks),
-            frozenset(name for name, handles in blocks if None in handles),
-            tuple(Reader.of(plan, tables, reader, first_reader + reader) for reader in readers),
+            tuple(name for name, _ in blocks),
+            tuple({name: each[reader] for name, each in blocks if each} for reader in readers),
+            tuple(pieces_for(plan, tables, first_reader + reader) for reader in readers),
         )
-
-    def without_used_handles(self) -> Located:
-        """This, once the engines have used the handles; the same object where there were none."""
-        if self.without_handles == self.names:
-            return self
-        readers = tuple(
-            replace(reader, blocks=tuple(replace(block, handle=None) for block in reader.blocks))
-            for reader in self.readers
-        )
-        return replace(self, without_handles=self.names, readers=readers)
