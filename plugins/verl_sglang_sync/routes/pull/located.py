@@ -90,8 +90,7 @@ class MemoryTable:
         blocks: names of the memory blocks in which the shards lie.
         shards: by parameter: position of its block, and where in that the shard begins; `NO_BYTES`
             where the rank holds nothing of it.
-        handles: by block, then by engine rank: what that maps; each is used once. Empty where the
-            engines have the block mapped.
+        handles: by block, then by engine rank: what that maps; each is used once.
     """
 
     blocks: tuple[str, ...]
@@ -183,7 +182,7 @@ class Located:
     Attributes:
         snapshot: of this rank's parameters.
         blocks: names of those of all ranks in which they lie; engines map them all.
-        handles: by reader, of the blocks that it has not mapped; each is used once.
+        handles: by reader and block; each is used once. Empty where all blocks are mapped.
         pieces: by reader and bucket, see `pieces_for`.
     """
 

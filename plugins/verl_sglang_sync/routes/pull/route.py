@@ -77,18 +77,16 @@ class Pull(Route):
         self._is_colocated = context.is_colocated
         self._num_readers = 0  # engine ranks of all trainer ranks
         self._own_readers = range(0)  # which of them are this rank's
-        self._located: Located | None = None
+        self._located: Located | None = None  # None: not all of it is mapped by the engines
         self._blocks_read: frozenset[str] = frozenset()  # by the last pulled sync
-        self._blocks_mapped: frozenset[str] = frozenset()  # by the engines, since that sync
         self._unshareable: str | None = None  # why no handle of some memory could be made
         self._any_can_read = True  # some engine rank of the last exported sync could, in place
 
     def _source(self, weights: Iterable[NamedTensor], report: SyncReport) -> SyncSource | None:
-        located, reason = self._located, None
-        is_mapped = located is not None and self._blocks_mapped.issuperset(located.blocks)
+        reason = None
         if not self._is_colocated and not holds_everywhere(self._group, not self._have_changed()):
             reason = "other engines take part"
-        elif empties_storages(weights) or not is_mapped:
+        elif empties_storages(weights) or self._located is None:
             reason = self._locate(weights, shares=True)
         if reason is not None:
             warn_once(f"{self.not_taken} in a sync: {reason}")
@@ -158,13 +156,13 @@ class Pull(Route):
     def forget(self) -> None:
         """The next sync is exported, and no block counts as mapped: engines may have let go."""
         super().forget()
-        self._located, self._blocks_mapped = None, frozenset()
+        self._located = None
 
     def _note_read(self, located: Located, keep_mapped: bool) -> None:
         """Remember, after a good sync, which blocks the engines have read and keep mapped."""
         self._blocks_read = frozenset(located.blocks)
-        self._blocks_mapped = self._blocks_read if keep_mapped else frozenset()
-        self._located = replace(located, handles=tuple({} for _ in located.handles))
+        used = replace(located, handles=tuple({} for _ in located.handles))
+        self._located = used if keep_mapped else None
 
     def _confirm(self, located: Located, weights: Iterable[NamedTensor]) -> None:
         """Raise `SourcesChanged` unless the parameters are what and where they were located."""
@@ -237,11 +235,9 @@ class Pull(Route):
     def _share_block(
         self, shares: bool, block: Block, member: torch.UntypedStorage
     ) -> tuple[str, tuple[BufferHandle, ...]]:
-        """A block's name, and a handle for each engine rank: each is used once. No handles
-        where the engines have it mapped, or none are wanted.
-        """
+        """A block's name, and a handle for each engine rank, or none if none are wanted."""
         name, handles = self._block_names.name_of(block, member), None
-        if shares and self._unshareable is None and name not in self._blocks_mapped:
+        if shares and self._unshareable is None:
             readers = range(self._num_readers)
             handles, self._unshareable = result_or_reason(
                 lambda: tuple(share_block(block, member) for _ in readers)
