@@ -56,8 +56,8 @@ class BlockNotMapped(RuntimeError):
 
 
 class SessionSockets:
-    """Makes the sockets of this process's sessions with one engine rank: in a folder of its own, or
-    TCP sockets at `host`, this process's address, if the engine may be on another host.
+    """Makes the sockets of this process's sessions: in a folder of its own, or TCP sockets at
+    `host`, this process's address, if engines may be on another host.
     """
 
     def __init__(self, host: str | None = None) -> None:

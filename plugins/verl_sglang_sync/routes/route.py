@@ -145,10 +145,11 @@ class Recovery(Enum):
     EXPORT = "by the full export"
 
 
+@dataclass
 class RouteContext:
     """What all routes of one trainer rank share.
 
-    Args:
+    Attributes:
         device: of the parameters on this rank, and of what is made of them.
         readers: the arrangements of this rank's engine ranks; the same objects for as long as they
             are the same engine ranks.
@@ -156,21 +157,15 @@ class RouteContext:
             trainer rank of its number; else they have devices of their own, and come and go.
     """
 
-    def __init__(
-        self,
-        group: TrainerGroup,
-        device: torch.device,
-        settings: WeightSyncConfig,
-        readers: Callable[[], Sequence[EngineArrangements]],
-        first_reader: int = 0,
-    ) -> None:
-        self.group = group
-        self.device = device
-        self.readers = readers
-        self.first_reader = first_reader
-        self.settings = settings
-        self.source_map = SourceMap(group, device)
-        self.stream = BucketStream(settings.bucket_bytes)
+    group: TrainerGroup
+    device: torch.device
+    settings: WeightSyncConfig
+    readers: Callable[[], Sequence[EngineArrangements]]
+    first_reader: int = 0
+
+    def __post_init__(self) -> None:
+        self.source_map = SourceMap(self.group, self.device)
+        self.stream = BucketStream(self.settings.bucket_bytes)
 
     @property
     def is_colocated(self) -> bool:

@@ -111,7 +111,6 @@ class RemoteEngines:
         remove_orphans()  # as a session's trainer does when it makes a folder of its own
         self.readers: Sequence[EngineArrangements] = ()
         self._sending: UpdateGroup | None = None  # of the last sync in which all ranks might send
-        self._sockets: list[SessionSockets] = []  # as `readers`, by engine rank
         self._readers_group = ""  # name of the group of these engine ranks
         self._groups = groups
         self._senders = senders
@@ -154,7 +153,6 @@ class RemoteEngines:
                 for number, replica in enumerate(replicas)
                 for _ in range(replica.num_ranks)
             ]
-            self._sockets = [SessionSockets(groups.address) for _ in self.readers]
         return group
 
     def _formed_to_send(self, group: UpdateGroup | None) -> UpdateGroup:
@@ -179,12 +177,12 @@ class RemoteEngines:
         """Request a session with each engine rank of every replica, which stop serving until it
         ends. Engine ranks are added to `engines` before their replica's request is sent.
         """
-        ends = iter(zip(self._sockets, self.readers, strict=True))
+        sockets, readers = SessionSockets(self._senders.address), iter(self.readers)
         for replica in group.replicas:
             request = OpeningRequest(replica.client, version)
             descriptors = []
             for rank in range(replica.num_ranks):
-                sockets, arrangements = next(ends)
+                arrangements = next(readers)
                 session = TrainerSession(
                     sockets,
                     self._settings,

@@ -87,15 +87,14 @@ class MemoryTable:
     """One rank's shards, as the others are told of them.
 
     Attributes:
-        blocks: names of the memory blocks in which the shards lie.
+        blocks: by name of a memory block in which shards lie, what each engine rank maps; every
+            handle is used once.
         shards: by parameter: position of its block, and where in that the shard begins; `NO_BYTES`
             where the rank holds nothing of it.
-        handles: by block, then by engine rank: what that maps; each is used once.
     """
 
-    blocks: tuple[str, ...]
+    blocks: Mapping[str, tuple[BufferHandle, ...]]
     shards: tuple[tuple[int, int], ...]
-    handles: tuple[tuple[BufferHandle, ...], ...]
 
 
 def share_shards(
@@ -131,12 +130,8 @@ def share_shards(
         places.append(place)
     if len(blocks) > MAX_BLOCKS:
         raise NotTraceable(f"the parameters lie in {len(blocks)} blocks of memory")
-    shared = [share(block, storage) for block, (_, storage) in blocks.items()]
-    return MemoryTable(
-        blocks=tuple(name for name, _ in shared),
-        shards=tuple(places),
-        handles=tuple(of_block for _, of_block in shared),
-    )
+    shared = dict(share(block, storage) for block, (_, storage) in blocks.items())
+    return MemoryTable(shared, tuple(places))
 
 
 def _is_mappable(shard: torch.Tensor, device: torch.device) -> bool:
@@ -201,9 +196,7 @@ class Located:
         first_reader: int,
     ) -> Located:
         """Where this rank's engine ranks, `readers` among all, find every bucket."""
-        blocks = [
-            block for table in tables for block in zip(table.blocks, table.handles, strict=True)
-        ]
+        blocks = [block for table in tables for block in table.blocks.items()]
         return cls(
             snapshot,
             tuple(name for name, _ in blocks),
