@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache, partial
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
-import msgspec
 import torch
 
 from sglang_loader.common.copies import gather_reads
 from sglang_loader.common.regions.arrangement import Arrangement, arranged_nbytes
-from sglang_loader.common.session.messages import encode_pieces
 from verl_sglang_sync.collective import own_rank, world_size
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.route import ReadyBucket, RouteContext
 from verl_sglang_sync.routes.shards.all_to_all import NUM_TRAVELLING
-from verl_sglang_sync.routes.shards.exchange_plan import Received
 from verl_sglang_sync.routes.shards.shard_route import ShardBuckets, ShardPlan, ShardRoute
 from verl_sglang_sync.routes.staging_ring import StagingRing
 from verl_sglang_sync.sources.export import NamedTensor
@@ -42,26 +39,15 @@ class Exchange(ShardRoute):
     def __init__(self, context: RouteContext, ring: StagingRing) -> None:
         super().__init__(context, context.settings.bucket_bytes // PIECES_PER_BUCKET)
         self._ring = ring
-        self._found: list[Received] = []
-        self._pieces_in: Callable[[int, int], bytes]
 
     def can_learn(self, weights: Iterable[NamedTensor]) -> bool:
         return super().can_learn(weights) and world_size() > 1
 
-    def _prepare(self, plan: ShardPlan) -> None:
-        found = [found for (found,) in plan.received_by([own_rank()])]
-
-        def pieces_in(index: int, slot: int) -> bytes:
-            pieces = found[index].pieces
-            return encode_pieces([msgspec.structs.replace(each, slot=slot) for each in pieces])
-
-        self._found, self._pieces_in = found, cache(pieces_in)
-
-    def _reserve(self) -> None:
-        self._ring.prepare([found.nbytes for found in self._found])
+    def _reserve(self, plan: ShardPlan) -> None:
+        self._ring.prepare([found.nbytes for (found,) in plan.found])
 
     def _source_of(self, plan: ShardPlan, report: SyncReport) -> ShardBuckets:
-        return ExchangedBuckets(self, plan, report)
+        return ExchangedBuckets(plan, report, self._ring)
 
 
 class ExchangedBuckets(ShardBuckets):
@@ -69,12 +55,11 @@ class ExchangedBuckets(ShardBuckets):
     collective.
     """
 
-    def __init__(self, route: Exchange, plan: ShardPlan, report: SyncReport) -> None:
+    def __init__(self, plan: ShardPlan, report: SyncReport, ring: StagingRing) -> None:
         super().__init__(plan, report)
         self._moves = plan.all_to_all
-        self._ring = route._ring
-        self._found = route._found
-        self._pieces_in = route._pieces_in
+        self._found = [found for (found,) in plan.found]
+        self._ring = ring
         self._num_received = 0
 
     def __iter__(self) -> Iterator[ReadyBucket]:
@@ -88,8 +73,8 @@ class ExchangedBuckets(ShardBuckets):
                 index,
                 bucket,
                 storage=storage,
-                pieces=partial(self._pieces_in, index),
-                arranged=plan.is_arranged(own_rank(), index),
+                pieces=partial(plan.pieces_in, index, 0),
+                arranged=plan.arrangements[0].is_arranged(index),
                 nbytes=arranged_nbytes(plan.reads[index][own_rank()]),
             )
 

@@ -23,12 +23,11 @@ import torch
 
 from sglang_loader.common.broadcast.broadcast import Transfer
 from sglang_loader.common.copies import gather_reads
-from sglang_loader.common.session.messages import encode_pieces
 from verl_sglang_sync.engine.engine_ranks import EngineRank
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.broadcast import GroupDelivery
 from verl_sglang_sync.routes.route import Delivery, InStep, ReadyBucket, RouteContext
-from verl_sglang_sync.routes.shards.exchange_plan import Received, received
+from verl_sglang_sync.routes.shards.exchange_plan import received
 from verl_sglang_sync.routes.shards.shard_route import ShardBuckets, ShardPlan, ShardRoute
 
 
@@ -41,14 +40,6 @@ class Send(ShardRoute):
         super().__init__(context, context.settings.bucket_bytes)
         self._process_group = process_group
         self._limit_s = context.settings.request_timeout_s
-        self._found: list[list[Received]] = []
-        self._pair_bytes: list[list[int]] = []
-
-    def _prepare(self, plan: ShardPlan) -> None:
-        if plan.own_arrangements:
-            first = plan.first_reader
-            self._found = plan.received_by(range(first, first + len(plan.all_arrangements)))
-            self._pair_bytes = pair_bytes(self._found, first)
 
     def _source_of(self, plan: ShardPlan, report: SyncReport) -> ShardBuckets:
         return SentBuckets(self, plan, report)
@@ -69,7 +60,7 @@ class SentBuckets(ShardBuckets):
 
     def end(self) -> None:
         self.report.num_sent += len(self.plan.buckets)
-        self.report.pair_bytes = pairs = self._route._pair_bytes
+        self.report.pair_bytes = pairs = self.plan.pair_bytes
         self.report.sent_bytes = sum(map(sum, pairs))
 
     def difference(self, index: int, exported: Sequence[torch.Tensor] | None) -> str | None:
@@ -115,23 +106,20 @@ class SendDelivery(GroupDelivery):
     ) -> None:
         super().__init__(engines, route._limit_s, in_step, report)
         self._plan = plan
-        self._found = route._found  # on the first rank, by bucket and engine rank
         self._group = route._process_group()
         self._nothing = torch.empty(0, dtype=torch.uint8, device=route._device)
-        self._num_ranks = plan.first_reader + len(plan.all_arrangements)
 
     def deliver(self, ready: ReadyBucket) -> bool:
         """Announce a bucket, and send it as soon as all engine ranks receive it."""
         for reader, engine in enumerate(self._engines):
-            found = self._found[ready.index][reader]
             with engine.naming():
                 engine.session.load(
                     ready.index,
                     ready.bucket,
-                    encode_pieces(found.pieces),
+                    self._plan.pieces_in(ready.index, reader, 0),
                     read_only=False,
-                    arranged=self._plan.is_arranged(reader, ready.index),
-                    receives=found.sizes,
+                    arranged=self._plan.arrangements[reader].is_arranged(ready.index),
+                    receives=self._plan.found[ready.index][reader].sizes,
                 )
         for number in self._plan.all_to_all.numbers_of(ready.index):
             with self._report.stage("load"):
@@ -146,13 +134,6 @@ class SendDelivery(GroupDelivery):
         try:
             moves.pack(number)
         finally:  # also after a failure, which is agreed on later: the other ranks would hang
-            work = moves.launch(number, nothing, [0] * self._num_ranks, self._group)
+            none = [0] * len(self._plan.reads[index])
+            work = moves.launch(number, nothing, none, self._group)
             self._travelling.append((index, Transfer(work, nothing.device)))
-
-
-def pair_bytes(found: Sequence[Sequence[Received]], num_trainers: int) -> list[list[int]]:
-    """Bytes that each trainer rank sends each engine rank, by trainer rank and engine rank."""
-    return [
-        [sum(each.payloads[trainer] for each in buckets) for buckets in zip(*found, strict=True)]
-        for trainer in range(num_trainers)
-    ]
