@@ -109,7 +109,7 @@ class Cluster:
     def __init__(self, setting: Setting, arm: str, urls: list[str]) -> None:
         import ray
 
-        from verl_sglang_sync.engine.server_client import SGLangServerClient
+        from verl_sglang_sync.engine.server_client.client import SGLangServerClient
 
         self._setting = setting
         self._trainers = _start(_trainer_class(), range(setting.trainers), setting)

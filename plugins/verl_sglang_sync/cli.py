@@ -29,10 +29,11 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
 ) -> None:
     """Check installation, machine, and a recipe or all presets; status 1: a check has failed."""
-    from verl_sglang_sync.doctor import Status, diagnose, report
+    from verl_sglang_sync.doctor import report
+    from verl_sglang_sync.doctor.check import Status
 
     with Console(stderr=True).status("importing verl and SGLang (about 20 s)"):
-        checks = diagnose(overrides or ())
+        checks = report.diagnose(overrides or ())
     if as_json:
         typer.echo(report.as_json(checks))
     else:
@@ -107,8 +108,7 @@ def report(
     trace: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto: .json.")] = None,
 ) -> None:
     """Show what the syncs of one run cost, or compare several runs side by side."""
-    from verl_sglang_sync.report_files import ReportFileError, read_run
-    from verl_sglang_sync.report_files.runs import trace_of
+    from verl_sglang_sync.report_files.runs import ReportFileError, read_run, trace_of
     from verl_sglang_sync.report_files.table import headings, table_of
 
     for option, path, allowed in (("plot", plot, PICTURES), ("trace", trace, TRACES)):

@@ -61,23 +61,7 @@ class Agreement:
 
     failures: tuple[str, ...] = ()
     is_ready: bool = True
-    signatures: tuple[int, ...] = ()
-
-    @property
-    def export_difference(self) -> str | None:
-        """How signatures by `export_signature` differ, in words; None: they are equal."""
-        if len(set(self.signatures)) < 2:
-            return None
-        return (
-            "the ranks exported different tensors; by rank, number: "
-            f"{[signature >> 32 for signature in self.signatures]}, checksum of what they are: "
-            f"{[signature & 0xFFFFFFFF for signature in self.signatures]}"
-        )
-
-
-def export_signature(num_tensors: int, checksum: int) -> int:
-    """A number that is equal for equal exports; the checksum has 32 bits."""
-    return num_tensors << 32 | checksum
+    signatures: tuple[object, ...] = ()
 
 
 class TrainerGroup:
@@ -87,14 +71,14 @@ class TrainerGroup:
     """
 
     def agree(
-        self, failure: str | None = None, *, is_ready: bool = True, signature: int = 0
+        self, failure: str | None = None, *, is_ready: bool = True, signature: object = None
     ) -> Agreement:
         """Exchange outcomes with every trainer rank.
 
         Args:
             failure: this rank's traceback, or None.
             is_ready: False: this rank needs more time, and all must agree again later.
-            signature: a number that should be equal on all ranks.
+            signature: should be equal on all ranks.
 
         Raises:
             RankLost: a rank is gone, or did not come within the limit.
@@ -252,7 +236,7 @@ def result_or_reason(
         return None, traceback.format_exc()
 
 
-def common_reason(group: TrainerGroup, reason: str | None, signature: int = 0) -> str | None:
+def common_reason(group: TrainerGroup, reason: str | None, signature: object = None) -> str | None:
     """All ranks' reasons against something, or that their traces' signatures differ; None if there
     is no reason; collective.
     """

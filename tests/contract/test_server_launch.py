@@ -177,7 +177,7 @@ class TestRouter:
         assert watch.worker.url == url and watch.worker.id in router.workers
 
     def test_a_router_that_refuses_ends_the_launch(self, model):
-        from verl_sglang_sync.engine.server_client import RouterError
+        from verl_sglang_sync.engine.server_client.errors import RouterError
 
         with pytest.raises(RouterError, match=r"did not take the server http://\[fd00::1\].*: no$"):
             self.launch_with(model, Router(failure="no"))

@@ -30,7 +30,6 @@ from support.sglang_server import loopback
 from support.trainer import Ranks
 from verl_sglang_sync.engine.server_client import operations
 from verl_sglang_sync.engine.session import EngineCannotMap
-from verl_sglang_sync.routes.pull.located import PulledDelivery
 from verl_sglang_sync.routes.pull.route import PulledBuckets
 from verl_sglang_sync.routes.shards.all_to_all import AllToAll
 from verl_sglang_sync.sources.snapshot import SourcesChanged
@@ -280,7 +279,7 @@ def test_whoever_fails_amid_sending_is_named_and_the_next_sync_is_right(engines)
 
 def cannot_read(rank, reason):
     """A sync in which the near engine cannot read the shards."""
-    fails = mock.patch.object(PulledDelivery, "deliver", side_effect=reason)
+    fails = mock.patch.object(PulledBuckets, "deliver", side_effect=reason)
     with fails if rank.rank == 0 else nullcontext():
         return rank.kept["sender"].sync(rank.kept["export"].reexport(), "compiled")
 

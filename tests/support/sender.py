@@ -16,7 +16,7 @@ from support.settings import settings_of
 from support.sglang_server import loopback
 from support.trainer import Ranks, TrainerRank
 from verl_sglang_sync.collective import TorchTrainerGroup, WeightSyncError
-from verl_sglang_sync.engine.server_client import SGLangServerClient
+from verl_sglang_sync.engine.server_client.client import SGLangServerClient
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroups
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sync.transport import disaggregated_transport

@@ -12,7 +12,8 @@ from tiny_assets import make_assets
 from support.engine_loaders import HASH_LOADER
 from support.sglang_server import Server, sglang_server
 from support.trainer import CPU, Hashes, Ranks, TrainerRank, read_hashes, run_loader
-from verl_sglang_sync.engine.server_client import SGLangServerClient, operations
+from verl_sglang_sync.engine.server_client import operations
+from verl_sglang_sync.engine.server_client.client import SGLangServerClient
 
 
 @dataclass(frozen=True)

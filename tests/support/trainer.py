@@ -23,7 +23,8 @@ import torch.distributed as dist
 from support.hosts import Host
 from support.ipc import serialize_handles
 from support.remote import Outcome, Remote, finish, results_of
-from verl_sglang_sync.engine.server_client import SGLangServerClient, operations
+from verl_sglang_sync.engine.server_client import operations
+from verl_sglang_sync.engine.server_client.client import SGLangServerClient
 
 ON_GPUS: Any = {"device": "cuda", "environment": {"NCCL_CUMEM_ENABLE": "0"}}
 """How ranks run on GPUs. SGLang's processes have that variable; a mixture fails."""

@@ -3,7 +3,7 @@
 from concurrent.futures import Future
 
 from verl_sglang_sync.engine.engine_ranks import OpeningRequest
-from verl_sglang_sync.engine.server_client import ReplyLost, RequestFailed
+from verl_sglang_sync.engine.server_client.errors import ReplyLost, RequestFailed
 
 BAD = RequestFailed("the engine is out of memory", endpoint="http://h:1/update", status=400)
 LOST = ReplyLost("the reply was lost", endpoint="http://h:1/update")

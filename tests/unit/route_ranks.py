@@ -238,7 +238,7 @@ class Rank:
                 error = failed
         seen = self.seen
         seen.num_handles.append(self._num_handles)
-        seen.keeps = bool(self.transport._routes[0]._blocks_mapped)
+        seen.keeps = self.transport._routes[0]._located is not None
         seen.off = self.route.off_reason
         if error is None:
             counts = {"pull": report.num_pulled, "exchange": report.num_exchanged}

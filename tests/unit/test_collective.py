@@ -189,8 +189,8 @@ def test_all_ranks_learn_the_same(pool, failures, waiting, agreement):
 def test_a_process_on_its_own_agrees_with_itself():
     group = TrainerGroup()
     assert group.agree(signature=3) == Agreement((), True, (3,))
-    assert group.agree(is_ready=False) == Agreement((), False, (0,))
-    assert group.agree("no memory") == Agreement(("rank 0: no memory",), False, (0,))
+    assert group.agree(is_ready=False) == Agreement((), False, (None,))
+    assert group.agree("no memory") == Agreement(("rank 0: no memory",), False, (None,))
 
 
 def test_items_reach_the_leader_or_everyone(pool):

@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 
 from sglang_loader.common import shared_memory
 from sglang_loader.probe import SGLangFacts
-from verl_sglang_sync import cli, doctor
-from verl_sglang_sync.doctor import Check, Status, hardware, installation, presets, report
-from verl_sglang_sync.doctor.check import ProbeError, run_probe
+from verl_sglang_sync import cli
+from verl_sglang_sync.doctor import hardware, installation, presets, report
+from verl_sglang_sync.doctor.check import Check, ProbeError, Status, run_probe
 from verl_sglang_sync.doctor.hardware import cuda_ipc_check
 
 OK, WARN, FAIL = Status.OK, Status.WARN, Status.FAIL
@@ -261,7 +261,7 @@ def test_a_check_that_breaks_is_a_failed_check():
     ("num_checks", "status", "exits"), [(0, OK, 0), (2, WARN, 0), (3, FAIL, 1)]
 )
 def test_the_worst_decides_how_the_command_ends(num_checks, status, exits, monkeypatch):
-    monkeypatch.setattr(doctor, "diagnose", lambda _: list(CHECKS[:num_checks]))
+    monkeypatch.setattr(report, "diagnose", lambda _: list(CHECKS[:num_checks]))
     result = CliRunner().invoke(cli.app, ["doctor", "--json"])
     assert result.exit_code == exits
     printed = json.loads(result.stdout)
@@ -275,7 +275,7 @@ def test_the_worst_decides_how_the_command_ends(num_checks, status, exits, monke
 def test_the_command_takes_the_overrides_of_a_recipe(monkeypatch):
     machine = presets.Machine(num_gpus=0, reads_other_gpus=True)
     look = lambda overrides: list(presets.recipe_checks(overrides, machine))  # noqa: E731
-    monkeypatch.setattr(doctor, "diagnose", look)
+    monkeypatch.setattr(report, "diagnose", look)
     command = ["doctor", "--json", "--", *presets.USUAL, "+weight_sync=compiled"]
     good = CliRunner().invoke(cli.app, command)
     assert good.exit_code == 0

@@ -3,7 +3,8 @@
 import pytest
 
 from verl_sglang_sync.config import PRESETS
-from verl_sglang_sync.doctor import Status, presets
+from verl_sglang_sync.doctor import presets
+from verl_sglang_sync.doctor.check import Status
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"

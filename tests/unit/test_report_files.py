@@ -8,8 +8,7 @@ from typer.testing import CliRunner
 
 from verl_sglang_sync import cli
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.report_files import read_run
-from verl_sglang_sync.report_files.runs import trace_of
+from verl_sglang_sync.report_files.runs import read_run, trace_of
 
 SLEEP = {"release": 0.5, "resume_weights": 0.25}
 FIRST = {**SLEEP, "export": 3.0, "load": 12.0, "learn": 8.0, "resume_kv_cache": 0.125}

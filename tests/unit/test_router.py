@@ -9,7 +9,8 @@ from urllib.parse import quote
 import pytest
 
 from support.router import Router, serving
-from verl_sglang_sync.engine.server_client import RouterError, client, router
+from verl_sglang_sync.engine.server_client import client, router
+from verl_sglang_sync.engine.server_client.errors import RouterError
 from verl_sglang_sync.engine.server_client.operations import checked_base_url, server_url
 from verl_sglang_sync.engine.server_client.router import RouterClient, Worker
 from verl_sglang_sync.verl.router_guard import GuardedWorker, start_guard

@@ -10,17 +10,19 @@ import pytest
 from aiohttp import web
 
 from support.router import serving
-from verl_sglang_sync.engine.server_client import (
+from verl_sglang_sync.engine.server_client import client, operations
+from verl_sglang_sync.engine.server_client.client import (
+    ATTEMPTS,
+    CONNECT_ATTEMPTS,
+    SGLangServerClient,
+)
+from verl_sglang_sync.engine.server_client.errors import (
     NotAuthorized,
     ReplyLost,
     RequestFailed,
     ServerError,
     ServerUnreachable,
-    SGLangServerClient,
-    client,
-    operations,
 )
-from verl_sglang_sync.engine.server_client.client import ATTEMPTS, CONNECT_ATTEMPTS
 
 SUCCESS = '{"success": true, "message": "Success"}'
 

@@ -19,7 +19,6 @@ from verl_sglang_sync.engine.session import (
     EngineCannotMap,
     EngineFailed,
     SessionSockets,
-    SharedBlock,
     TrainerSession,
 )
 from verl_sglang_sync.report import SyncReport
@@ -157,7 +156,7 @@ def send_all(trainer, ring, *, arranged=False):
         slot = trainer.map_buffer(ready.storage, keep=True)
         pieces = encode_pieces([BucketPiece(slot, 0, 0, ready.nbytes)])
         trainer.load(ready.index, ready.bucket, pieces, read_only=False, arranged=arranged)
-    assert report.num_buckets == 2
+    assert ready.index == 1
     trainer.finish(num_buckets=2, num_tensors=2, arrangements=None)
 
 
@@ -286,7 +285,7 @@ def test_a_request_that_arrives_twice_is_refused_at_once_the_second_time(event, 
             serve_whole(trainer, ring, engine)
         else:
             with pytest.raises(BlockNotMapped, match="block used"):
-                trainer.map_blocks([SharedBlock("used", None)], keep=True)
+                trainer.map_blocks(["used"], {}, keep=True)
             trainer.abort("not mapped", None)
             check_not_served(engine, "not mapped")
             assert not engine.has_begun
@@ -314,7 +313,7 @@ def serve_whole(trainer, ring, engine):
 def test_memory_that_the_engine_cannot_map_is_told_apart(event, trainer):
     engine = joined(trainer)
     gone = CpuHandle(nbytes=64, name="/torch_nobody_has_this")
-    trainer.map_blocks([SharedBlock("gone", gone)], keep=True)
+    trainer.map_blocks(["gone"], {"gone": gone}, keep=True)
     report = SyncReport(mode="compiled", replica=0)
     [batch] = BucketStream(1 << 20).batches(list(WEIGHTS.items()), report)
     trainer.load(0, batch.bucket, encode_pieces([BucketPiece(0, 0, 0, 64)]), read_only=True)

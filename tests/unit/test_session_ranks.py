@@ -18,11 +18,10 @@ from verl_sglang_sync import WeightSyncError
 from verl_sglang_sync.collective import RankLost, TrainerGroup
 from verl_sglang_sync.engine.arrangements import EngineArrangements
 from verl_sglang_sync.engine.engine_ranks import EngineRank
-from verl_sglang_sync.engine.server_client import RequestFailed, ServerError
+from verl_sglang_sync.engine.server_client.errors import RequestFailed, ServerError
 from verl_sglang_sync.engine.session import EngineFailed, TrainerSession
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.mapped_delivery import MappedDelivery
-from verl_sglang_sync.sync.engines import Opened
 from verl_sglang_sync.sync.ranks_in_step import RanksInStep
 from verl_sglang_sync.sync.session_run import SessionRun
 from verl_sglang_sync.sync.transport import colocated_transport
@@ -118,9 +117,8 @@ def test_a_server_that_died_is_named_though_another_engine_told_of_its_failure_f
     engines = [EngineRank("", session, request, arrangements) for request in requests]
     report = SyncReport(mode="disaggregated", replica=None)
     ranks = RanksInStep(TrainerGroup())
-    run = SessionRun(
-        Opened(engines, MappedDelivery(engines, SETTINGS, report)), ranks, SETTINGS, report
-    )
+    delivery = MappedDelivery(engines, SETTINGS, report)
+    run = SessionRun(engines, delivery, ranks, SETTINGS, report)
     ranks.run_if_ok(Mock(side_effect=EngineFailed("Connection reset by peer")))
     assert not ranks.agree()
     with pytest.raises(WeightSyncError) as raised:

@@ -51,7 +51,7 @@ def prove_sending():
     As far as what they would be sent is proven: they read what the colocated engines do.
     """
     from verl_sglang_sync.routes.route import ExportedSync, RouteContext
-    from verl_sglang_sync.routes.send.route import Send
+    from verl_sglang_sync.routes.send import Send
 
     rank, found = ExchangeRank(kind="moe"), []
     rank.sync()

@@ -17,7 +17,7 @@ from sglang_loader.common.broadcast.broadcast import BroadcastError
 from sglang_loader.common.broadcast.update_group import GroupPlace, MeetingPoint, join, meet
 from sglang_loader.common.threads import in_thread
 from verl_sglang_sync.engine import update_groups
-from verl_sglang_sync.engine.server_client import RequestFailed
+from verl_sglang_sync.engine.server_client.errors import RequestFailed
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroupError, UpdateGroups
 
 LIMIT_S = 60

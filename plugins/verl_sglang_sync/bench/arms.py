@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from verl_sglang_sync.bench.trainers import NamedTensor
 from verl_sglang_sync.collective import TrainerGroup
 from verl_sglang_sync.config import WeightSyncConfig
-from verl_sglang_sync.engine.server_client import SGLangServerClient
+from verl_sglang_sync.engine.server_client.client import SGLangServerClient
 from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sync.sharding_manager import SGLangShardingManager
 
 BUCKET_BYTES = 2048 << 20

@@ -3,8 +3,3 @@
 A check is one function that returns a `Check`. Those that need verl, sglang or the GPU run in a new
 process (`run_probe`), which starts as verl's and SGLang's processes do.
 """
-
-from verl_sglang_sync.doctor.check import Check, Status
-from verl_sglang_sync.doctor.report import diagnose
-
-__all__ = ["Check", "Status", "diagnose"]

@@ -18,7 +18,8 @@ from typing import Any, Protocol, TypeVar
 
 from sglang_loader.common.session.messages import SESSION_FORMAT, SessionError
 from verl_sglang_sync.engine.arrangements import EngineArrangements
-from verl_sglang_sync.engine.server_client import ReplyLost, ServerUnreachable, operations
+from verl_sglang_sync.engine.server_client import operations
+from verl_sglang_sync.engine.server_client.errors import ReplyLost, ServerUnreachable
 from verl_sglang_sync.engine.server_client.operations import Call
 from verl_sglang_sync.engine.session import EngineFailed, TrainerSession
 from verl_sglang_sync.report import log_remarks

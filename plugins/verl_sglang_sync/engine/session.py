@@ -14,9 +14,8 @@ with TrainerSession(sockets, settings, names) as session:
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -56,17 +55,9 @@ class BlockNotMapped(RuntimeError):
     """The engine no longer maps memory for which this rank has no new handle."""
 
 
-@dataclass(frozen=True)
-class SharedBlock:
-    """A block of a trainer rank's memory, and a handle for one engine rank; None: it was used."""
-
-    name: str
-    handle: BufferHandle | None
-
-
 class SessionSockets:
-    """Makes the sockets of this process's sessions with one engine rank: in a folder of its own, or
-    TCP sockets at `host`, this process's address, if the engine may be on another host.
+    """Makes the sockets of this process's sessions: in a folder of its own, or TCP sockets at
+    `host`, this process's address, if engines may be on another host.
     """
 
     def __init__(self, host: str | None = None) -> None:
@@ -169,18 +160,20 @@ class TrainerSession:
             self._announce(name, handle, keep=keep)
         return self._slots[name]
 
-    def map_blocks(self, blocks: Iterable[SharedBlock], *, keep: bool) -> None:
+    def map_blocks(
+        self, names: Sequence[str], handles: Mapping[str, BufferHandle], *, keep: bool
+    ) -> None:
         """Have the engine map blocks of the trainer ranks' parameters with the first bucket. Their
-        slots are the positions in `blocks`: nothing else is mapped in such a session.
+        slots are their positions: nothing else is mapped in such a session.
 
         Raises:
             BlockNotMapped: the engine has not mapped a block that has no handle.
         """
-        for block in blocks:
-            is_mapped = block.name in self._mapped
-            if block.handle is None and not is_mapped:
-                raise BlockNotMapped(f"the engine does not have block {block.name} mapped any more")
-            self._announce(block.name, None if is_mapped else block.handle, keep=keep)
+        for name in names:
+            handle = None if name in self._mapped else handles.get(name)
+            if handle is None and name not in self._mapped:
+                raise BlockNotMapped(f"the engine does not have block {name} mapped any more")
+            self._announce(name, handle, keep=keep)
 
     def _announce(self, name: str, handle: BufferHandle | None, *, keep: bool) -> None:
         """Give a buffer the next slot, and send it with the next bucket."""

@@ -32,7 +32,9 @@ from sglang_loader.common.broadcast.update_group import (
 )
 from sglang_loader.common.threads import in_thread
 from verl_sglang_sync.collective import TrainerGroup, own_rank, world_size
-from verl_sglang_sync.engine.server_client import ServerError, SGLangServerClient, operations
+from verl_sglang_sync.engine.server_client import operations
+from verl_sglang_sync.engine.server_client.client import SGLangServerClient
+from verl_sglang_sync.engine.server_client.errors import ServerError
 
 logger = logging.getLogger(__name__)
 

@@ -25,14 +25,14 @@ from sglang_loader.common.session.messages import BucketPiece, SessionError, enc
 from verl_sglang_sync.collective import STEP_S
 from verl_sglang_sync.engine.engine_ranks import EngineRank, for_each, poll
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.routes.route import InStep, ReadyBucket
+from verl_sglang_sync.routes.route import Delivery, InStep, ReadyBucket
 from verl_sglang_sync.routes.shards.all_to_all import NUM_TRAVELLING
 
 REASON_WAIT_S = 2.0
 """How long to wait after a failed transfer for the engine at fault to report why."""
 
 
-class GroupDelivery:
+class GroupDelivery(Delivery):
     """Base of the deliveries over a process group; subclasses announce and send the buckets.
 
     Args:

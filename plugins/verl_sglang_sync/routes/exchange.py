@@ -9,30 +9,20 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache, partial
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
-import msgspec
 import torch
 
 from sglang_loader.common.copies import gather_reads
-from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.arrangement import Arrangement, arranged_nbytes
-from sglang_loader.common.session.messages import encode_pieces
-from verl_sglang_sync.collective import own_rank, result_or_reason, world_size
+from verl_sglang_sync.collective import own_rank, world_size
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.routes.route import ReadyBucket, RouteContext, SyncSource
+from verl_sglang_sync.routes.route import ReadyBucket, RouteContext
 from verl_sglang_sync.routes.shards.all_to_all import NUM_TRAVELLING
-from verl_sglang_sync.routes.shards.exchange_plan import Received
-from verl_sglang_sync.routes.shards.shard_route import (
-    ShardPlan,
-    ShardRoute,
-    first_problem,
-)
+from verl_sglang_sync.routes.shards.shard_route import ShardBuckets, ShardPlan, ShardRoute
 from verl_sglang_sync.routes.staging_ring import StagingRing
-from verl_sglang_sync.sources.bucket_stream import Batch
 from verl_sglang_sync.sources.export import NamedTensor
 
 logger = logging.getLogger(__name__)
@@ -49,48 +39,47 @@ class Exchange(ShardRoute):
     def __init__(self, context: RouteContext, ring: StagingRing) -> None:
         super().__init__(context, context.settings.bucket_bytes // PIECES_PER_BUCKET)
         self._ring = ring
-        self._found: list[Received] = []
-        self._pieces_in: Callable[[int, int], bytes]
 
     def can_learn(self, weights: Iterable[NamedTensor]) -> bool:
         return super().can_learn(weights) and world_size() > 1
 
-    def _prepare(self, plan: ShardPlan) -> None:
-        found = [found for (found,) in plan.received_by([own_rank()])]
+    def _reserve(self, plan: ShardPlan) -> None:
+        self._ring.prepare([found.nbytes for (found,) in plan.found])
 
-        def pieces_in(index: int, slot: int) -> bytes:
-            pieces = found[index].pieces
-            return encode_pieces([msgspec.structs.replace(each, slot=slot) for each in pieces])
-
-        self._found, self._pieces_in = found, cache(pieces_in)
-
-    def _reserve(self) -> None:
-        self._ring.prepare([found.nbytes for found in self._found])
-
-    def _source_of(self, plan: ShardPlan, report: SyncReport) -> SyncSource:
-        receiving = Receiving(plan, self._found, self._ring)
-        return ExchangedBuckets(plan, receiving, self._pieces_in, report)
-
-    def _compare(self, plan: ShardPlan, batches: Iterator[Batch]) -> str | None:
-        receiving = Receiving(plan, self._found, self._ring)
-        return first_problem(plan.buckets, batches, partial(_difference, plan, receiving))
+    def _source_of(self, plan: ShardPlan, report: SyncReport) -> ShardBuckets:
+        return ExchangedBuckets(plan, report, self._ring)
 
 
-class Receiving:
-    """Receives the buckets of one sync in order into the staging buffers; each is collective. The
-    plan's all-to-all must have begun.
+class ExchangedBuckets(ShardBuckets):
+    """Buckets that are received in order from all ranks into the staging buffers; each is
+    collective.
     """
 
-    def __init__(self, plan: ShardPlan, found: Sequence[Received], ring: StagingRing) -> None:
+    def __init__(self, plan: ShardPlan, report: SyncReport, ring: StagingRing) -> None:
+        super().__init__(plan, report)
         self._moves = plan.all_to_all
-        self._found = found
+        self._found = [found for (found,) in plan.found]
         self._ring = ring
         self._num_received = 0
 
-    @property
-    def nbytes(self) -> int:
-        """Size of the staging buffers and the scratch in bytes."""
-        return self._ring.nbytes + self._moves.nbytes
+    def __iter__(self) -> Iterator[ReadyBucket]:
+        report, plan = self.report, self.plan
+        for index, bucket in enumerate(plan.buckets):
+            with report.stage("gather"):
+                storage = self.receive()
+            held = self._ring.nbytes + self._moves.nbytes
+            report.staging_bytes = max(report.staging_bytes, held)
+            yield ReadyBucket(
+                index,
+                bucket,
+                storage=storage,
+                pieces=partial(plan.pieces_in, index, 0),
+                arranged=plan.arrangements[0].is_arranged(index),
+                nbytes=arranged_nbytes(plan.reads[index][own_rank()]),
+            )
+
+    def end(self) -> None:
+        self.report.num_exchanged += len(self.plan.buckets)
 
     def receive(self) -> torch.UntypedStorage:
         """Receive the next bucket; returns its storage.
@@ -145,64 +134,16 @@ class Receiving:
             whole[piece.start : piece.start + piece.nbytes].copy_(came)
         return whole
 
-
-@dataclass(eq=False)
-class ExchangedBuckets(SyncSource):
-    """The buckets of one sync, received from all ranks, for engines that hold the arrangements of
-    the plan.
-
-    Args:
-        pieces_in: returns the encoded pieces of a bucket, given its number and its buffer's slot.
-    """
-
-    _plan: ShardPlan
-    _receiving: Receiving
-    _pieces_in: Callable[[int, int], bytes]
-    _report: SyncReport
-
-    def __post_init__(self) -> None:
-        self.required_arrangements = [each.digest for each in self._plan.own_arrangements]
-
-    def __iter__(self) -> Iterator[ReadyBucket]:
-        report, plan, receiving = self._report, self._plan, self._receiving
-        for index, bucket in enumerate(plan.buckets):
-            with report.stage("gather"):
-                storage = receiving.receive()
-            report.count_bucket(len(bucket.layout.tensors), bucket.payload_bytes)
-            report.num_exchanged += 1
-            report.staging_bytes = max(report.staging_bytes, receiving.nbytes)
-            yield ReadyBucket(
-                index,
-                bucket,
-                storage=storage,
-                pieces=partial(self._pieces_in, index),
-                arranged=plan.is_arranged(own_rank(), index),
-                nbytes=arranged_nbytes(plan.reads[index][own_rank()]),
-            )
-
-    def drain(self) -> None:
-        self._receiving.drain()
-
-
-def _difference(
-    plan: ShardPlan, receiving: Receiving, index: int, tensors: Sequence[torch.Tensor] | None
-) -> str | None:
-    """Exchange a bucket, and compare it with its exported tensors, if any; the first difference."""
-    _, reason = result_or_reason(receiving.receive)
-    if reason is not None or tensors is None:
-        return reason
-    arrangement = plan.reads[index][own_rank()]
-    found = receiving.arranged(index, arrangement)
-    expected = gather_reads(arrangement, tensors, found.device)
-    return _first_difference(expected, found, arrangement, plan.buckets[index].layout)
-
-
-def _first_difference(
-    expected: torch.Tensor, found: torch.Tensor, arrangement: Arrangement, layout: BucketLayout
-) -> str | None:
-    """The first tensor that differs, in words, or None."""
-    if torch.equal(expected, found):
-        return None
-    at = int((expected != found).nonzero()[0])
-    read = next(r for r in arrangement if r.start <= at < r.start + r.nbytes)
-    return f"{layout.tensors[read.tensor].name} differs from the full export"
+    def difference(self, index: int, exported: Sequence[torch.Tensor] | None) -> str | None:
+        self.receive()
+        if exported is None:
+            return None
+        arrangement = self.plan.reads[index][own_rank()]
+        found = self.arranged(index, arrangement)
+        expected = gather_reads(arrangement, exported, found.device)
+        if torch.equal(expected, found):
+            return None
+        at = int((expected != found).nonzero()[0])
+        read = next(r for r in arrangement if r.start <= at < r.start + r.nbytes)
+        name = self.plan.buckets[index].layout.tensors[read.tensor].name
+        return f"{name} differs from the full export"

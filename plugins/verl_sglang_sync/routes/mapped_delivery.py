@@ -9,11 +9,11 @@ from sglang_loader.common.session.messages import BucketPiece, encode_pieces
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.engine_ranks import EngineRank, wait_for
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.routes.route import ReadyBucket
+from verl_sglang_sync.routes.route import Delivery, ReadyBucket
 
 
 @dataclass(eq=False)
-class MappedDelivery:
+class MappedDelivery(Delivery):
     """Delivery through staging buffers that engines map, and that buckets use one after the other.
     A colocated rank has one engine rank; one that only takes part in the export has none.
     """

@@ -26,7 +26,7 @@ from verl_sglang_sync.routes.route import (
     RouteContext,
     SyncSource,
 )
-from verl_sglang_sync.routes.send.route import Send
+from verl_sglang_sync.routes.send import Send
 from verl_sglang_sync.sources.export import NamedTensor
 
 
@@ -43,7 +43,7 @@ class PullAndSend(Send):
         if sent is None or not self._pull.is_proven:
             return sent
         pulled = self._pull._source(weights, report)
-        return pulled and PulledAndSent(pulled, sent, report)
+        return pulled and PulledAndSent(pulled, sent)
 
     def wants_comparison(self, weights: Iterable[NamedTensor]) -> bool:
         return self._pull.wants_comparison(weights)
@@ -83,12 +83,11 @@ def _part(sync: ExportedSync, taken: Sequence[bool]) -> ExportedSync:
 
 
 @dataclass(eq=False)
-class PulledAndSent(SyncSource):
+class PulledAndSent(SyncSource, Delivery):
     """The buckets of one sync, which some engine ranks read in place while others are sent them."""
 
     _pulled: SyncSource
     _sent: SyncSource
-    _report: SyncReport
 
     def __post_init__(self) -> None:
         self.required_arrangements = self._sent.required_arrangements
@@ -101,12 +100,14 @@ class PulledAndSent(SyncSource):
         far = [each for each in engines if not each.arrangements.reads_in_place]
         pulled, sent = self._pulled.delivery(near, in_step), self._sent.delivery(far, in_step)
         assert pulled is not None and sent is not None
-        return TwoDeliveries(pulled, sent)
+        self._ways = pulled, sent
+        return self
 
     def __iter__(self) -> Iterator[ReadyBucket]:
-        for ready in self._sent:
-            self._report.num_pulled += 1
-            yield ready
+        return iter(self._sent)
+
+    def deliver(self, ready: ReadyBucket) -> bool:
+        return all(way.deliver(ready) for way in self._ways)
 
     def confirm(self) -> None:
         self._pulled.confirm()
@@ -114,17 +115,3 @@ class PulledAndSent(SyncSource):
     def end(self) -> None:
         self._pulled.end()
         self._sent.end()
-
-
-@dataclass(eq=False)
-class TwoDeliveries:
-    """Delivers each bucket both ways; waits only for engine ranks that are sent to."""
-
-    _pulled: Delivery
-    _sent: Delivery
-
-    def deliver(self, ready: ReadyBucket) -> bool:
-        return self._pulled.deliver(ready) and self._sent.deliver(ready)
-
-    def make_room(self) -> None:
-        self._sent.make_room()

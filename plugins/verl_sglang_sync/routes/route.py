@@ -3,7 +3,7 @@
 The engines of one sync are loaded from a `SyncSource`: verl's full export, packed
 (`export.ExportedBuckets`), or what a `Route` offers, which has learnt from a good exported sync how
 to do without: "pull" (`pull.route.Pull`), "exchange" (`exchange.Exchange`) and "send"
-(`send.route.Send`).
+(`send.Send`).
 
 The steps of a sync on every trainer rank; which of them are collective, or by which route:
 
@@ -29,7 +29,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar, Protocol, TypeAlias
+from typing import ClassVar, TypeAlias
 
 import torch
 
@@ -78,17 +78,18 @@ InStep: TypeAlias = Callable[[Callable[[], bool]], bool]
 """Repeats a step, all ranks in step, until it was True on all; False after a failure anywhere."""
 
 
-class Delivery(Protocol):
+class Delivery:
     """How ready buckets get to the engine ranks of one trainer rank, in one sync.
 
-    Both raise what a session raises, and name the engine rank.
+    Both methods raise what a session raises, and name the engine rank.
     """
 
     def deliver(self, ready: ReadyBucket) -> bool:
         """Have the next bucket loaded; False if another rank has failed: the sync is over."""
+        raise NotImplementedError
 
     def make_room(self) -> None:
-        """Wait until the buffer that the next bucket takes is read, or sent."""
+        """Wait until the buffer that the next bucket takes, if any, is read, or sent."""
 
 
 class SyncSource:
@@ -144,10 +145,11 @@ class Recovery(Enum):
     EXPORT = "by the full export"
 
 
+@dataclass
 class RouteContext:
     """What all routes of one trainer rank share.
 
-    Args:
+    Attributes:
         device: of the parameters on this rank, and of what is made of them.
         readers: the arrangements of this rank's engine ranks; the same objects for as long as they
             are the same engine ranks.
@@ -155,21 +157,15 @@ class RouteContext:
             trainer rank of its number; else they have devices of their own, and come and go.
     """
 
-    def __init__(
-        self,
-        group: TrainerGroup,
-        device: torch.device,
-        settings: WeightSyncConfig,
-        readers: Callable[[], Sequence[EngineArrangements]],
-        first_reader: int = 0,
-    ) -> None:
-        self.group = group
-        self.device = device
-        self.readers = readers
-        self.first_reader = first_reader
-        self.settings = settings
-        self.source_map = SourceMap(group, device)
-        self.stream = BucketStream(settings.bucket_bytes)
+    group: TrainerGroup
+    device: torch.device
+    settings: WeightSyncConfig
+    readers: Callable[[], Sequence[EngineArrangements]]
+    first_reader: int = 0
+
+    def __post_init__(self) -> None:
+        self.source_map = SourceMap(self.group, self.device)
+        self.stream = BucketStream(self.settings.bucket_bytes)
 
     @property
     def is_colocated(self) -> bool:

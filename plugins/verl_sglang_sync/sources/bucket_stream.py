@@ -11,8 +11,7 @@ that the stream is the same, a bucket at a time:
 Where the stream differs, what was not sent yet is planned anew, and so is the next sync.
 
 `BucketPlanner` cuts: pure, and the same on every rank. A bucket is a run of tensors whose bytes fit
-a limit, but tensors that the engine's `load_weights` combines within one call (a fusion group) stay
-together.
+a limit, but two tensors that the engine's `load_weights` combines within one call stay together.
 """
 
 from __future__ import annotations
@@ -27,9 +26,6 @@ import torch
 from sglang_loader.common.layout import BucketLayout, TensorSpec, digest_of, encode_layout
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sources.export import NamedTensor
-
-FusionGroup = tuple[str, ...]
-"""Name suffixes of tensors that share a prefix and must travel together."""
 
 # Which tensors an engine's loader concatenates inside one `load_weights` call: if a bucket ends
 # between them, its call-local cache drops both. Source: SGLang 0.5.14, deepseek_weight_loader.py
@@ -50,32 +46,27 @@ _DEEPSEEK_V4 = tuple(
         ("indexer.compressor.wkv.weight", "indexer.compressor.wgate.weight"),
     )
 )
-FUSION_GROUPS: tuple[FusionGroup, ...] = _DEEPSEEK_MLA + _DEEPSEEK_V4
+FUSED_PAIRS = _DEEPSEEK_MLA + _DEEPSEEK_V4
+"""Suffixes of two tensors' names that are equal otherwise."""
+
+_FIRST_OF_PAIR = {suffix: pair[0] for pair in FUSED_PAIRS for suffix in pair}
 
 
 class BucketPlanner:
     """Greedy, order-preserving planner: `add` every tensor, then `finish`.
 
-    A tensor of a fusion group waits until its group is whole. A group that never becomes whole
-    (a DeepSeek without q_a, say) is placed by `finish`, so no tensor is ever lost.
+    The first tensor of a fused pair waits for the other. If that never comes (a DeepSeek without
+    q_a, say), `finish` places the one that waits, so no tensor is ever lost.
 
     Args:
         bucket_bytes: at least 1; a unit larger than that gets a bucket to itself.
     """
 
-    def __init__(
-        self, *, bucket_bytes: int, fusion_groups: tuple[FusionGroup, ...] = FUSION_GROUPS
-    ) -> None:
+    def __init__(self, *, bucket_bytes: int) -> None:
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes={bucket_bytes}: expected at least 1")
         self._limit = bucket_bytes
-        self._members = {
-            suffix: (position, len(group))
-            for position, group in enumerate(fusion_groups)
-            for suffix in group
-        }
-        self._suffixes = tuple(self._members)
-        self._waiting: dict[tuple[str, int], list[TensorSpec]] = {}
+        self._waiting: dict[str, TensorSpec] = {}
         self._open: list[TensorSpec] = []
         self._open_bytes = 0
         self._names: set[str] = set()
@@ -86,26 +77,18 @@ class BucketPlanner:
         if name in self._names:
             raise ValueError(f"tensor {name!r} was exported twice in one sync")
         self._names.add(name)
-        key, size = self._find_group(name)
-        if key is None:
+        if (pair := _pair_of(name)) is None:
             return self._place([spec])
-        unit = self._waiting.setdefault(key, [])
-        unit.append(spec)
-        return self._place(self._waiting.pop(key)) if len(unit) == size else []
+        if (other := self._waiting.pop(pair, None)) is None:
+            self._waiting[pair] = spec
+            return []
+        return self._place([other, spec])
 
     def finish(self) -> list[BucketLayout]:
         """Place what still waits; the last bucket returned, if any, is the final one."""
-        closed = [layout for unit in self._waiting.values() for layout in self._place(unit)]
+        closed = [layout for spec in self._waiting.values() for layout in self._place([spec])]
         self._waiting.clear()
         return [*closed, self._close()] if self._open else closed
-
-    def _find_group(self, name: str) -> tuple[tuple[str, int] | None, int]:
-        if not name.endswith(self._suffixes):
-            return None, 1
-        # the longest wins: `.indexer.compressor.wkv.weight` over `.compressor.wkv.weight`
-        suffix = max((s for s in self._suffixes if name.endswith(s)), key=len)
-        position, size = self._members[suffix]
-        return (name.removesuffix(suffix), position), size
 
     def _place(self, unit: list[TensorSpec]) -> list[BucketLayout]:
         """Put an indivisible run of tensors into the open bucket; close a full one first."""
@@ -120,6 +103,14 @@ class BucketPlanner:
         layout = BucketLayout.pack(self._open)
         self._open, self._open_bytes = [], 0
         return layout
+
+
+def _pair_of(name: str) -> str | None:
+    """The name of a fused pair's first tensor, given either; None: it is in no pair."""
+    if not name.endswith(tuple(_FIRST_OF_PAIR)):
+        return None
+    suffix = next(suffix for suffix in _FIRST_OF_PAIR if name.endswith(suffix))
+    return name.removesuffix(suffix) + _FIRST_OF_PAIR[suffix]
 
 
 @dataclass(frozen=True)
@@ -159,18 +150,11 @@ class Batch:
         return zip(names, self.tensors, strict=True)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Cut:
-    """How the stream becomes one bucket: read up to position `stop`, take `positions`.
-
-    Attributes:
-        positions: in the stream, in loading order.
-        columns: names, shapes and dtypes of the tensors read for this cut.
-    """
+    """A bucket, and the names, shapes and dtypes of the tensors that were read before it closed."""
 
     bucket: Bucket
-    stop: int
-    positions: tuple[int, ...]
     columns: tuple[list[Any], ...]
 
 
@@ -191,39 +175,29 @@ class BucketStream:
         source = iter(weights)
         cuts, self._cuts = self._cuts, None  # stays None where the sync breaks off
         if cuts is None:
-            batches = self._planned(source, [], 0, report)
+            yield from self._planned(source, [], 0, report)
         else:
-            batches = self._compared(source, cuts, report)
-        for batch in batches:
-            report.count_bucket(len(batch.tensors), batch.bucket.payload_bytes)
-            yield batch
-            del batch  # the next bucket is exported when this one may be gone
+            yield from self._compared(source, cuts, report)
 
     def _compared(
         self, source: Iterator[NamedTensor], cuts: list[Cut], report: SyncReport
     ) -> Iterator[Batch]:
-        held: list[NamedTensor | None] = []
+        held: dict[str, torch.Tensor] = {}
         for index, cut in enumerate(cuts):
             with report.stage("export"):
-                chunk = list(islice(source, cut.stop - len(held)))
-                is_same = _columns(chunk) == cut.columns
+                read = list(islice(source, len(cut.columns[0])))
+                is_same = _columns(read) == cut.columns
                 # What ended the export before may not end it now: only the end itself tells.
                 more = list(islice(source, 1)) if is_same and cut.bucket.is_last else []
-            held += chunk
-            del chunk
             if not is_same or more:
-                unsent = [pair for pair in held if pair is not None]
-                del held
-                yield from self._planned(source, unsent + more, index, report)
+                unsent = [*held.items(), *read, *more]
+                del held, read, more
+                yield from self._planned(source, unsent, index, report)
                 self._cuts = None
                 return
-            tensors = [held[i][1] for i in cut.positions]  # type: ignore[index]
-            for position in cut.positions:
-                held[position] = None
-            batch = Batch(index, cut.bucket, tensors)
-            del tensors
-            yield batch
-            del batch
+            held.update(read)
+            del read
+            yield _taken(held, index, cut.bucket)
         self._cuts = cuts
 
     def _planned(
@@ -233,8 +207,16 @@ class BucketStream:
         index: int,
         report: SyncReport,
     ) -> Iterator[Batch]:
-        planner = BucketPlanner(bucket_bytes=self._bucket_bytes)
-        record = _Recorder()
+        planner, cuts = BucketPlanner(bucket_bytes=self._bucket_bytes), list[Cut]()
+        held: dict[str, torch.Tensor] = {}
+        read: list[NamedTensor] = []  # since the last cut
+
+        def cut(layout: BucketLayout, *, is_last: bool) -> Batch:
+            bucket = Bucket.of(layout, is_last=is_last)
+            cuts.append(Cut(bucket, _columns(read)))
+            read.clear()
+            return _taken(held, index + len(cuts) - 1, bucket)
+
         first.reverse()
         while True:
             with report.stage("export"):
@@ -243,46 +225,19 @@ class BucketStream:
                 break
             name, tensor = item
             closed = planner.add((name, tensor.shape, tensor.dtype))
-            record.add(name, tensor)
+            held[name] = tensor
+            read.append(item)
             del item, tensor
             for layout in closed:
-                yield record.cut(layout, index, is_last=False)
-                index += 1
+                yield cut(layout, is_last=False)
         rest = planner.finish()
-        for position, layout in enumerate(rest, start=1):
-            yield record.cut(layout, index, is_last=position == len(rest))
-            index += 1
-        self._cuts = record.cuts or None
+        for layout in rest:
+            yield cut(layout, is_last=layout is rest[-1])
+        self._cuts = cuts or None
 
 
-class _Recorder:
-    """Remembers the stream while it is planned."""
-
-    def __init__(self) -> None:
-        self.cuts: list[Cut] = []
-        self._held: dict[str, tuple[int, torch.Tensor]] = {}
-        self._columns: tuple[list[Any], ...] = _columns(())
-        self._num_read = 0
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        self._held[name] = self._num_read, tensor
-        self._num_read += 1
-        for column, value in zip(self._columns, (name, tensor.shape, tensor.dtype), strict=True):
-            column.append(value)
-
-    def cut(self, layout: BucketLayout, index: int, *, is_last: bool) -> Batch:
-        taken = [self._held.pop(entry.name) for entry in layout.tensors]
-        bucket = Bucket.of(layout, is_last=is_last)
-        self.cuts.append(
-            Cut(
-                bucket=bucket,
-                stop=self._num_read,
-                positions=tuple(position for position, _ in taken),
-                columns=self._columns,
-            )
-        )
-        self._columns = _columns(())
-        return Batch(index, bucket, [tensor for _, tensor in taken])
+def _taken(held: dict[str, torch.Tensor], index: int, bucket: Bucket) -> Batch:
+    return Batch(index, bucket, [held.pop(entry.name) for entry in bucket.layout.tensors])
 
 
 def _columns(tensors: Sequence[NamedTensor]) -> tuple[list[Any], ...]:

@@ -11,6 +11,7 @@ waits for them anyway, and need not export a second time.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -26,45 +27,41 @@ MAX_AHEAD_BYTES = 1 << 30
 """Of exported tensors that wait for the device to compare them: their memory is in use so long."""
 
 
+@dataclass(eq=False)
 class Comparison:
     """Compares an export with this rank's shards, bucket by bucket; waits for the device rarely.
 
-    Args:
+    Attributes:
         traced: what the export's tensors are; None: it could not be traced, for this `problem`.
         now: the parameters as they are, by name; kept until `finish`.
     """
 
-    def __init__(
-        self,
-        traced: TracedExport | None,
-        now: Mapping[str, torch.Tensor],
-        device: torch.device,
-        problem: str | None = None,
-    ) -> None:
-        self.traced = traced
-        self._now = now
-        self._device = device
+    traced: TracedExport | None
+    now: Mapping[str, torch.Tensor]
+    device: torch.device
+    problem: str | None = None
+
+    def __post_init__(self) -> None:
         self._shards: dict[int, torch.Tensor] = {}
         self._seen: set[str] = set()
-        self._problem = problem
         self._answers: list[tuple[str, torch.Tensor]] = []
         self._ahead_bytes = 0
 
     def add(self, exported: Iterable[NamedTensor]) -> None:
         """Compare tensors; never raises: the other ranks need this one's in the export."""
-        if self._problem is None:
+        if self.problem is None:
             _, reason = result_or_reason(lambda: self._add(exported), NotTraceable)
-            self._problem = self._problem or reason
+            self.problem = self.problem or reason
 
     def finish(self) -> str | None:
         """The first difference on this rank, in words, or what went wrong, or None."""
         self._wait()
-        self._now, self._shards = {}, {}
-        if self._problem is None and self.traced is not None:
+        self.now, self._shards = {}, {}
+        if self.problem is None and self.traced is not None:
             num_traced = len(self.traced.tensors)
             if self._seen != self.traced.tensors.keys():
-                self._problem = f"{len(self._seen)} tensors were exported, {num_traced} traced"
-        return self._problem
+                self.problem = f"{len(self._seen)} tensors were exported, {num_traced} traced"
+        return self.problem
 
     def _add(self, named: Iterable[NamedTensor]) -> None:
         for name, exported in named:
@@ -92,7 +89,7 @@ class Comparison:
                 continue
             if (own := self._shards.get(parameter)) is None:
                 source = self.traced.parameters[parameter].source
-                own = self._shards[parameter] = memory_of(self._now[source])
+                own = self._shards[parameter] = memory_of(self.now[source])
             whole, part = copy_views(copy, own, flat)
             if part.data_ptr() != whole.data_ptr():
                 answers.append((part != whole).any())
@@ -101,11 +98,11 @@ class Comparison:
     def _wait(self) -> None:
         """Wait for the device's answers so far, and note the first difference."""
         answers, self._answers, self._ahead_bytes = self._answers, [], 0
-        if not answers or self._problem is not None:
+        if not answers or self.problem is not None:
             return
-        differ, self._problem = result_or_reason(
-            lambda: torch.stack([answer.to(self._device) for _, answer in answers]).tolist()
+        differ, self.problem = result_or_reason(
+            lambda: torch.stack([answer.to(self.device) for _, answer in answers]).tolist()
         )
         if differ is not None and True in differ:
             name, _ = answers[differ.index(True)]
-            self._problem = f"{name} is exported with other bytes than its parameter has"
+            self.problem = f"{name} is exported with other bytes than its parameter has"

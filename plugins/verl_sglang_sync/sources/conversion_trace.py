@@ -70,7 +70,8 @@ def trace_conversions(
     """
     numbers: dict[TracedParameter, int] = {}
     tensors: dict[str, TracedTensor] = {}
-    examples: dict[object, _Example] = {}
+    # By kind, the fingerprints of a converted parameter's tensors, and the origins found for them.
+    examples: dict[object, tuple[list[object], list[tuple[Owners, ByteMap]]]] = {}
     with torch.no_grad():
         for conversion in conversions:
             parameter = conversion.parameter
@@ -83,10 +84,9 @@ def trace_conversions(
             plain = _answered(conversion, codes, is_scrambled=False)
             kind = conversion.kind, parameter.shape, parameter.dtype
             seen = _fingerprints(plain)
-            example = examples.get(kind)
-            if example is None or example.seen != seen:
-                example = examples[kind] = _Example(seen, _origins(conversion, codes, plain))
-            for (name, tensor), (owners, bytes_) in zip(plain, example.origins, strict=True):
+            if kind not in examples or examples[kind][0] != seen:
+                examples[kind] = seen, _origins(conversion, codes, plain)
+            for (name, tensor), (owners, bytes_) in zip(plain, examples[kind][1], strict=True):
                 if name in tensors:
                     raise NotTraceable(f"{name} is made of two parameters")
                 number = numbers.setdefault(
@@ -95,14 +95,6 @@ def trace_conversions(
                 shape, origin = tuple(tensor.shape), Origin(number, bytes_)
                 tensors[name] = TracedTensor(parameter.dtype, shape, origin)
     return TracedExport(tuple(numbers), tensors)
-
-
-@dataclass(frozen=True)
-class _Example:
-    """Fingerprints of a converted parameter's tensors, and the origins found for them."""
-
-    seen: list[object]
-    origins: list[tuple[Owners, ByteMap]]
 
 
 def _fingerprints(converted: Sequence[NamedTensor]) -> list[object]:

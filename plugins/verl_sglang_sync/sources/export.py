@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -90,10 +91,11 @@ class Export:
                 pass
 
 
+@dataclass(eq=False)
 class Reexport(Iterable[NamedTensor]):
     """An export that is made anew for every iteration.
 
-    Args:
+    Attributes:
         again: makes an export; collective over the trainer's ranks.
         first: an export for the first iteration.
         sources: returns the tensors that it reads, by name; only given if making an export changes
@@ -101,21 +103,14 @@ class Reexport(Iterable[NamedTensor]):
         adapter: of a LoRA adapter on top of these weights; None: there is none, or it is merged.
     """
 
-    def __init__(
-        self,
-        again: Callable[[], Iterable[NamedTensor]],
-        first: Iterable[NamedTensor] | None = None,
-        sources: Callable[[], Mapping[str, torch.Tensor]] | None = None,
-        adapter: AdapterExport | None = None,
-    ) -> None:
-        self._again = again
-        self._first = first
-        self.sources = sources
-        self.adapter = adapter
+    again: Callable[[], Iterable[NamedTensor]]
+    first: Iterable[NamedTensor] | None = None
+    sources: Callable[[], Mapping[str, torch.Tensor]] | None = None
+    adapter: AdapterExport | None = None
 
     def __iter__(self) -> Iterator[NamedTensor]:
-        first, self._first = self._first, None
-        return iter(self._again() if first is None else first)
+        first, self.first = self.first, None
+        return iter(self.again() if first is None else first)
 
 
 def is_repeatable(weights: Iterable[NamedTensor]) -> bool:

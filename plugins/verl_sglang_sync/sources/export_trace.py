@@ -123,14 +123,6 @@ class TracingMode(TorchDispatchMode):
         raise NotTraceable(reason)
 
 
-@dataclass(frozen=True)
-class _TracedStorage:
-    """Memory that holds bytes of a parameter in order: `bytes` of them, byte 0 first."""
-
-    parameter: int
-    bytes: ByteMap
-
-
 class _Follower(TracingMode):
     """Knows of every storage in the export which parameter's bytes it holds."""
 
@@ -143,7 +135,7 @@ class _Follower(TracingMode):
         self._names = {_identity(tensor): name for name, tensor in reversed(list(sources.items()))}
         self._world_size = world_size
         self._device = device
-        self._traced: dict[int, _TracedStorage] = {}
+        self._traced: dict[int, Origin] = {}  # by storage, the bytes that it holds, in order
         self._computed: dict[int, str] = {}
         self._kept: list[torch.UntypedStorage] = []  # or others could take their identity
 
@@ -186,10 +178,10 @@ class _Follower(TracingMode):
             self._refuse(f"{source}: {error}")
         full = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
         everything = ByteMap.of(Region(0, (max(owners.nbytes, 1),), (1,), 1))
-        self._keep(full, _TracedStorage(self._add(source, owners), everything))
+        self._keep(full, Origin(self._add(source, owners), everything))
         return full
 
-    def _plain(self, name: str, tensor: torch.Tensor) -> _TracedStorage:
+    def _plain(self, name: str, tensor: torch.Tensor) -> Origin:
         """A tensor that is not sharded: every rank has all of it."""
         source = self._names.get(_identity(tensor))
         if source is None:
@@ -201,7 +193,7 @@ class _Follower(TracingMode):
         if not own.is_contiguous() or (start, start + own.nbytes) != (0, stop):
             self._refuse(f"{source} is a part of the memory that it is in")
         everything = ByteMap.of(Region(0, (max(stop, 1),), (1,), 1))
-        traced = _TracedStorage(self._add(source, everyone(stop, self._world_size)), everything)
+        traced = Origin(self._add(source, everyone(stop, self._world_size)), everything)
         self._keep(tensor, traced)
         return traced
 
@@ -209,12 +201,12 @@ class _Follower(TracingMode):
         self.parameters.append(TracedParameter(source, owners))
         return len(self.parameters) - 1
 
-    def _keep(self, tensor: torch.Tensor, traced: _TracedStorage) -> None:
+    def _keep(self, tensor: torch.Tensor, traced: Origin) -> None:
         storage = tensor.untyped_storage()
         self._kept.append(storage)
         self._traced[storage._cdata] = traced
 
-    def _within(self, traced: _TracedStorage, tensor: torch.Tensor, name: str) -> ByteMap:
+    def _within(self, traced: Origin, tensor: torch.Tensor, name: str) -> ByteMap:
         """The bytes of a view of traced memory, as bytes of the parameter."""
         size = tensor.element_size()
         offset = int(tensor.storage_offset()) * size
@@ -304,7 +296,7 @@ class _Follower(TracingMode):
         if traced is None:
             self._refuse(f"the export copies a tensor that it did not gather: {func}")
         bytes_ = self._within(traced, source.permute(order), "a copy")
-        self._keep(copy, _TracedStorage(traced.parameter, bytes_))
+        self._keep(copy, Origin(traced.parameter, bytes_))
         return copy
 
 

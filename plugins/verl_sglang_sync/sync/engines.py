@@ -1,8 +1,7 @@
 """The engine ranks that a trainer rank syncs, and how its packed buckets get to them.
 
-    opened = engines.open(stack, ranks, task)   # collective
-    opened.engines                      # this rank's sessions: one, or many, or none
-    opened.delivery.deliver(bucket)
+    sessions, delivery = engines.open(stack, ranks, task)   # collective; one, or many, or none
+    delivery.deliver(bucket)
     engines.abandon()                   # a sync has failed: drop what the next must not use
 
 `ColocatedEngine`: every trainer rank has a session with the engine rank on its own device, which
@@ -16,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from sglang_loader.common.session.folder import remove_orphans
 from verl_sglang_sync.collective import TrainerGroup, world_size
@@ -44,30 +43,23 @@ class SyncTask:
     replicas: Sequence[Replica]
 
 
-@dataclass(frozen=True)
-class Opened:
-    engines: Sequence[EngineRank]
-    delivery: Delivery
+Opened: TypeAlias = tuple[Sequence[EngineRank], Delivery]
+"""A trainer rank's sessions, which may be none, and how packed buckets get to their engines."""
 
 
+@dataclass(eq=False)
 class ColocatedEngine:
-    """The engine rank on this trainer rank's device.
-
-    Args:
-        engine: the replica's server on its leader; None on the other ranks.
+    """The engine rank on this trainer rank's device; `_engine` is the replica's server on its
+    leader, None on the other ranks.
     """
 
-    def __init__(
-        self,
-        engine: Engine | None,
-        group: TrainerGroup,
-        settings: WeightSyncConfig,
-    ) -> None:
+    _engine: Engine | None
+    _group: TrainerGroup
+    _settings: WeightSyncConfig
+
+    def __post_init__(self) -> None:
         self.sockets = SessionSockets()
-        self.readers = (EngineArrangements(is_wanted=settings.exchange_shards),)
-        self._engine = engine
-        self._group = group
-        self._settings = settings
+        self.readers = (EngineArrangements(is_wanted=self._settings.exchange_shards),)
         self._names = BlockNames()
 
     def open(self, stack: ExitStack, ranks: RanksInStep, task: SyncTask) -> Opened:
@@ -80,43 +72,36 @@ class ColocatedEngine:
         if gathered is not None and all(gathered):
             ranks.run_if_ok(lambda: request.post(gathered))
         engines = () if session is None else (EngineRank("", session, request, self.readers[0]),)
-        return Opened(engines, MappedDelivery(engines, settings, task.report))
+        return engines, MappedDelivery(engines, settings, task.report)
 
     def abandon(self) -> None:
         """Do nothing: no state is kept between syncs."""
 
 
+@dataclass(eq=False)
 class RemoteEngines:
     """The engine ranks of all replicas, on other devices.
 
-    Args:
-        groups: forms groups with the trainer's first rank; None on the others, which have no
-            sessions.
-        senders: forms groups with all trainer ranks, which send in them to replicas that do not
-            read in place.
-        may_send: whether they do so in the next sync.
-
     Attributes:
+        _groups: forms groups with the trainer's first rank; None on the others, which have no
+            sessions.
+        _senders: forms groups with all trainer ranks, which send in them to replicas that do not
+            read in place.
+        _may_send: whether they do so in the next sync.
         readers: on the first rank, the arrangements of all engine ranks; new objects if these are
             other engine ranks.
     """
 
-    def __init__(
-        self,
-        groups: UpdateGroups | None,
-        senders: UpdateGroups,
-        may_send: Callable[[], bool],
-        settings: WeightSyncConfig,
-    ) -> None:
+    _groups: UpdateGroups | None
+    _senders: UpdateGroups
+    _may_send: Callable[[], bool]
+    _settings: WeightSyncConfig
+
+    def __post_init__(self) -> None:
         remove_orphans()  # as a session's trainer does when it makes a folder of its own
         self.readers: Sequence[EngineArrangements] = ()
         self._sending: UpdateGroup | None = None  # of the last sync in which all ranks might send
-        self._sockets: list[SessionSockets] = []  # as `readers`, by engine rank
         self._readers_group = ""  # name of the group of these engine ranks
-        self._groups = groups
-        self._senders = senders
-        self._may_send = may_send
-        self._settings = settings
 
     def open(self, stack: ExitStack, ranks: RanksInStep, task: SyncTask) -> Opened:
         """Make all sessions; form the groups before, unless those of the last sync can be used."""
@@ -130,11 +115,11 @@ class RemoteEngines:
             self._sending = ranks.run_always(lambda: self._formed_to_send(group))
             senders = None if self._sending is None else self._sending.name
         if group is None or senders is None:
-            return Opened((), MappedDelivery((), settings, task.report))
+            return (), MappedDelivery((), settings, task.report)
         ranks.run_if_ok(lambda: self._ask(group, senders, stack, task.version, engines))
         limit_s = settings.request_timeout_s
         delivery = BroadcastDelivery(engines, group.process_group, limit_s, task.report)
-        return Opened(engines, delivery)
+        return engines, delivery
 
     @property
     def sending_group(self) -> Any:
@@ -154,7 +139,6 @@ class RemoteEngines:
                 for number, replica in enumerate(replicas)
                 for _ in range(replica.num_ranks)
             ]
-            self._sockets = [SessionSockets(groups.address) for _ in self.readers]
         return group
 
     def _formed_to_send(self, group: UpdateGroup | None) -> UpdateGroup:
@@ -179,12 +163,12 @@ class RemoteEngines:
         """Request a session with each engine rank of every replica, which stop serving until it
         ends. Engine ranks are added to `engines` before their replica's request is sent.
         """
-        ends = iter(zip(self._sockets, self.readers, strict=True))
+        sockets, readers = SessionSockets(self._senders.address), iter(self.readers)
         for replica in group.replicas:
             request = OpeningRequest(replica.client, version)
             descriptors = []
             for rank in range(replica.num_ranks):
-                sockets, arrangements = next(ends)
+                arrangements = next(readers)
                 session = TrainerSession(
                     sockets,
                     self._settings,

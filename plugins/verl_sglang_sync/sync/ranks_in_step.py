@@ -11,7 +11,6 @@ from verl_sglang_sync.collective import (
     RankLost,
     TrainerGroup,
     WeightSyncError,
-    export_signature,
 )
 from verl_sglang_sync.engine.engine_ranks import drop_frames
 from verl_sglang_sync.sources.bucket_stream import Bucket
@@ -95,7 +94,7 @@ class RanksInStep:
         """
         if self._is_rank_lost:
             return False
-        signature = export_signature(self.num_tensors, self._checksum)
+        signature = self.num_tensors, self._checksum
         try:
             failure = self._failure if self.error is None else learnt_since
             result = self._group.agree(failure, is_ready=is_ready, signature=signature)
@@ -113,8 +112,12 @@ class RanksInStep:
             reasons = "\n".join(result.failures)
             state = MAY_SERVE if self.may_be_served else MAY_BE_INCOMPLETE
             self.error = f"weight sync failed; {state}\n{reasons}"
-        elif result.export_difference is not None:
-            self.error = f"weight sync failed: {result.export_difference}"
+        elif len(set(result.signatures)) > 1:
+            numbers, checksums = map(list, zip(*result.signatures, strict=True))
+            self.error = (
+                "weight sync failed: the ranks exported different tensors; by rank, number: "
+                f"{numbers}, checksum of what they are: {checksums}"
+            )
         return self.error is None and result.is_ready
 
     def raise_error(self) -> None:

@@ -1,6 +1,6 @@
 """The sessions of one trainer rank in one sync, step by step, in step with the other ranks.
 
-run = SessionRun(opened, ranks, settings, report)   # the requests have left
+run = SessionRun(*opened, ranks, settings, report)  # the requests have left
 has_met = run.meet()                    # all ranks: every engine rank has joined
 run.send(source)                        # each rank at its own pace
 loaded = run.finish(source, meanwhile)  # its engine ranks have read all
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from sglang_loader.common.session.messages import Loaded, SessionError
 from verl_sglang_sync.collective import STEP_S
@@ -19,8 +20,7 @@ from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.engine_ranks import EngineRank, OpeningRequest, for_each, wait_for
 from verl_sglang_sync.engine.session import EngineFailed
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.routes.route import SyncSource
-from verl_sglang_sync.sync.engines import Opened
+from verl_sglang_sync.routes.route import Delivery, SyncSource
 from verl_sglang_sync.sync.ranks_in_step import RanksInStep
 
 MEET_TIMEOUT_S = 120.0
@@ -28,21 +28,19 @@ GIVE_UP_S = 5.0
 """How long a failed sync waits for the replies, so that the engines are done when ranks leave."""
 
 
+@dataclass(eq=False)
 class SessionRun:
-    """The state of one sync's sessions.
+    """The state of one sync's sessions: this rank's, which may be none.
 
-    Args:
-        opened: this rank's sessions, which may be none, and how buckets get to their engines.
+    Attributes:
+        delivery: of buckets whose source has no other.
     """
 
-    def __init__(
-        self, opened: Opened, ranks: RanksInStep, settings: WeightSyncConfig, report: SyncReport
-    ) -> None:
-        self.engines: Sequence[EngineRank] = opened.engines
-        self.ranks = ranks
-        self._delivery = opened.delivery
-        self._settings = settings
-        self._report = report
+    engines: Sequence[EngineRank]
+    delivery: Delivery
+    ranks: RanksInStep
+    settings: WeightSyncConfig
+    report: SyncReport
 
     def engines_hold(self, needed: Sequence[str]) -> bool:
         """Whether the engine ranks, once they have met, hold the arrangements of these digests for
@@ -62,7 +60,7 @@ class SessionRun:
 
         Only a rank that has sent a request can see it fail: the others learn of it here.
         """
-        limit_s = min(MEET_TIMEOUT_S, self._settings.request_timeout_s)
+        limit_s = min(MEET_TIMEOUT_S, self.settings.request_timeout_s)
         deadline, unmet = time.monotonic() + limit_s, list(self.engines)
 
         def meet() -> bool:
@@ -82,13 +80,14 @@ class SessionRun:
 
     def send(self, source: SyncSource) -> None:
         """Send every bucket; the engines may still be at the last ones."""
-        report = self._report
-        delivery = source.delivery(self.engines, self.ranks.repeat_until_all) or self._delivery
+        report = self.report
+        delivery = source.delivery(self.engines, self.ranks.repeat_until_all) or self.delivery
         for ready in source:
             bucket = ready.bucket
             if not delivery.deliver(ready):
                 return
             self.ranks.count(bucket)
+            report.count_bucket(len(bucket.layout.tensors), bucket.payload_bytes)
             report.num_arranged += ready.arranged
             report.sent_bytes += ready.nbytes if ready.arranged else bucket.payload_bytes
             if not bucket.is_last:
@@ -107,10 +106,10 @@ class SessionRun:
                     arrangements=engine.arrangements.held_digest if asks else None,
                 )
         meanwhile()
-        limit_s = self._settings.request_timeout_s
-        with self._report.stage("load"):
+        limit_s = self.settings.request_timeout_s
+        with self.report.stage("load"):
             wait_for(self.engines, lambda s: s.num_done == ranks.num_buckets, limit_s)
-        with self._report.stage("commit"):
+        with self.report.stage("commit"):
             wait_for(self.engines, lambda s: s.loaded is not None, limit_s)
         return [e.session.loaded for e in self.engines if e.session.loaded is not None]
 
@@ -118,7 +117,7 @@ class SessionRun:
         """Have the weights published: all ranks have agreed that all is loaded."""
         self.ranks.may_be_served = True
         try:
-            with self._report.stage("publish"):
+            with self.report.stage("publish"):
                 for_each(self.engines, lambda e: e.session.commit(e.request.check_refused))
                 for_each(self.engines, lambda e: e.session.wait_until_published())
         except EngineFailed:  # its TP ranks have agreed to publish nothing
@@ -147,7 +146,7 @@ class SessionRun:
             return have_come
 
         if ranks.error is None:
-            with self._report.stage("reply"):
+            with self.report.stage("reply"):
                 ranks.repeat_until_all(are_answered)
         if ranks.error is not None:
             lost = self._abort(ranks.error)
@@ -164,6 +163,6 @@ class SessionRun:
         for engine in self.engines:
             request = engine.request
             engine.session.abort(reason, request.check_answer if request.may_have_left else None)
-        deadline = time.monotonic() + min(GIVE_UP_S, self._settings.request_timeout_s)
+        deadline = time.monotonic() + min(GIVE_UP_S, self.settings.request_timeout_s)
         lost = [r.give_up(max(0.0, deadline - time.monotonic())) for r in self.requests]
         return "\n".join(text for text in lost if text and text not in reason) or None

@@ -141,7 +141,7 @@ class SessionTransport:
             stack.push(self._end_session)
             with report.stage("open"):
                 opened = self._engines.open(stack, ranks, task)
-            run = SessionRun(opened, ranks, self._settings, report)
+            run = SessionRun(*opened, ranks, self._settings, report)
             source = self._choose(task, routes)
             ranks.run_always(source.start)
             with report.stage("open"):

@@ -26,7 +26,7 @@ from verl_sglang_sync.collective import (
     run_in_step,
 )
 from verl_sglang_sync.config import BROADCAST_BACKEND, WeightSyncConfig
-from verl_sglang_sync.engine.server_client import SGLangServerClient
+from verl_sglang_sync.engine.server_client.client import SGLangServerClient
 from verl_sglang_sync.engine.server_client.operations import server_url
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroups
 from verl_sglang_sync.report import SyncReport

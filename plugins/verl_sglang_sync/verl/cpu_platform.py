@@ -29,33 +29,12 @@ ROLLOUT_ENVIRONMENT = {
 }
 
 
-def _zero(*_args: Any, **_kwargs: Any) -> int:
-    return 0
-
-
-def _cpu_device_module() -> types.ModuleType:
-    """`torch.cpu` plus the accelerator-only functions that verl calls on its device module."""
-    module = types.ModuleType("verl_sglang_sync_cpu_device")
-    module.__dict__.update({name: getattr(torch.cpu, name) for name in dir(torch.cpu)})
-    for name in (
-        "max_memory_allocated",
-        "max_memory_reserved",
-        "memory_allocated",
-        "memory_reserved",
-        "reset_peak_memory_stats",
-        "empty_cache",
-        "ipc_collect",
-        "set_device",
-        "manual_seed",
-        "manual_seed_all",
-    ):
-        setattr(module, name, _zero)
-    module.__dict__["get_device_name"] = lambda *_: "CPU"
-    module.__dict__["mem_get_info"] = lambda *_: (
-        psutil.virtual_memory().available,
-        psutil.virtual_memory().total,
-    )
-    return module
+ACCELERATOR_ONLY = (
+    *("max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved"),
+    *("reset_peak_memory_stats", "empty_cache", "ipc_collect"),
+    *("set_device", "manual_seed", "manual_seed_all"),
+)
+"""Functions that verl calls on its device module; here each does nothing and returns 0."""
 
 
 class CpuPlatform(PlatformBase):  # type: ignore[misc]
@@ -63,7 +42,11 @@ class CpuPlatform(PlatformBase):  # type: ignore[misc]
 
     device_name = "cpu"
     vendor_name = "cpu"
-    device_module = _cpu_device_module()
+    device_module = types.SimpleNamespace(
+        **vars(torch.cpu)
+        | dict.fromkeys(ACCELERATOR_ONLY, lambda *_, **__: 0)
+        | {"get_device_name": lambda *_: "CPU", "mem_get_info": lambda *_: _free_and_total()}
+    )
 
     def is_available(self) -> bool:
         return True
@@ -109,6 +92,11 @@ class CpuPlatform(PlatformBase):  # type: ignore[misc]
 
     def rollout_env_vars(self) -> dict[str, str]:
         return dict(ROLLOUT_ENVIRONMENT)
+
+
+def _free_and_total() -> tuple[int, int]:
+    memory = psutil.virtual_memory()
+    return memory.available, memory.total
 
 
 def install() -> None:

@@ -4,23 +4,3 @@ client = SGLangServerClient("http://[::1]:30000", timeout_s=600)
 client.run(operations.release_memory(["kv_cache", "weights"]))
 future = client.submit(operations.model_info())
 """
-
-from verl_sglang_sync.engine.server_client.client import SGLangServerClient
-from verl_sglang_sync.engine.server_client.errors import (
-    NotAuthorized,
-    ReplyLost,
-    RequestFailed,
-    RouterError,
-    ServerError,
-    ServerUnreachable,
-)
-
-__all__ = [
-    "NotAuthorized",
-    "ReplyLost",
-    "RequestFailed",
-    "RouterError",
-    "SGLangServerClient",
-    "ServerError",
-    "ServerUnreachable",
-]

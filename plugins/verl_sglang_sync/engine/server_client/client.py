@@ -19,6 +19,7 @@ import json
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
+from dataclasses import KW_ONLY, dataclass, field
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any
 from urllib.parse import urlencode, urlsplit
@@ -40,10 +41,11 @@ CONNECT_TIMEOUT_S = 10.0
 MESSAGE_CHARS = 4000
 
 
+@dataclass(eq=False, repr=False)
 class SGLangServerClient:
     """Runs operations (see `operations`).
 
-    Args:
+    Attributes:
         base_url: such as "http://10.0.0.1:30000" or "http://[::1]:30000".
         timeout_s: limit of the wait for a reply, or for its next part, in seconds.
         timeouts_s: other limits for some operations, by `operations.LIMITS`.
@@ -52,24 +54,14 @@ class SGLangServerClient:
         replica: the rollout replica, for errors.
     """
 
-    def __init__(
-        self,
-        base_url: str,
-        *,
-        timeout_s: float,
-        timeouts_s: Mapping[str, float] | None = None,
-        api_key: str | None = None,
-        admin_api_key: str | None = None,
-        rank: int | None = None,
-        replica: int | None = None,
-    ) -> None:
-        self._base_url = base_url.rstrip("/")
-        self._timeout_s = timeout_s
-        self._timeouts_s = dict(timeouts_s or {})
-        self._api_key = api_key
-        self._admin_api_key = admin_api_key
-        self._rank = rank
-        self._replica = replica
+    base_url: str
+    _: KW_ONLY
+    timeout_s: float
+    timeouts_s: Mapping[str, float] = field(default_factory=dict)
+    api_key: str | None = None
+    admin_api_key: str | None = None
+    rank: int | None = None
+    replica: int | None = None
 
     def submit(self, call: Call) -> Future[Any]:
         """Start one operation; the future gets its reply, decoded if it is JSON, or a
@@ -103,8 +95,8 @@ class SGLangServerClient:
             time.sleep(RETRY_DELAY_S)
 
     def _connection(self, operation: Operation) -> HTTPConnection:
-        url = urlsplit(self._base_url)
-        assert url.hostname is not None, f"{self._base_url!r} names no server"
+        url = urlsplit(self.base_url)
+        assert url.hostname is not None, f"{self.base_url!r} names no server"
         kind = HTTPSConnection if url.scheme == "https" else HTTPConnection
         limit_s = min(self._timeout_of(operation), CONNECT_TIMEOUT_S)
         return kind(url.hostname, url.port, timeout=limit_s)
@@ -112,7 +104,7 @@ class SGLangServerClient:
     def _exchanged(self, call: Call, connection: HTTPConnection) -> tuple[int, str]:
         """Send a request, and wait for the reply: its status and body."""
         operation, headers, body = call.operation, {}, None
-        key = self._admin_api_key or self._api_key if operation.admin else self._api_key
+        key = self.admin_api_key or self.api_key if operation.admin else self.api_key
         if key:
             headers["Authorization"] = f"Bearer {key}"
         if call.payload is not None:
@@ -146,10 +138,10 @@ class SGLangServerClient:
         return content
 
     def _timeout_of(self, operation: Operation) -> float:
-        return self._timeouts_s.get(operation.limit, self._timeout_s)
+        return self.timeouts_s.get(operation.limit, self.timeout_s)
 
     def _url(self, operation: Operation) -> str:
-        return f"{self._base_url}/{operation.path}"
+        return f"{self.base_url.rstrip('/')}/{operation.path}"
 
     def _lost(self, call: Call, error: Exception, attempts: int) -> ServerError:
         times = "" if attempts == 1 else f", in {attempts} attempts"
@@ -167,6 +159,6 @@ class SGLangServerClient:
             message,
             endpoint=self._url(call.operation),
             status=status,
-            rank=self._rank,
-            replica=self._replica,
+            rank=self.rank,
+            replica=self.replica,
         )

@@ -21,9 +21,6 @@ import torch
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.session.messages import BucketPiece, encode_pieces
 from sglang_loader.common.shared_memory import BufferHandle
-from verl_sglang_sync.engine.engine_ranks import EngineRank
-from verl_sglang_sync.engine.session import SharedBlock
-from verl_sglang_sync.routes.route import ReadyBucket
 from verl_sglang_sync.sources.bucket_stream import Bucket
 from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport
 from verl_sglang_sync.sources.memory_blocks import Block, BlockTable
@@ -90,16 +87,14 @@ class MemoryTable:
     """One rank's shards, as the others are told of them.
 
     Attributes:
-        blocks: names of the memory blocks in which the shards lie.
+        blocks: by name of a memory block in which shards lie, what each engine rank maps; every
+            handle is used once.
         shards: by parameter: position of its block, and where in that the shard begins; `NO_BYTES`
             where the rank holds nothing of it.
-        handles: by block, then by engine rank: what that maps; each is used once. None where the
-            engines have the block mapped.
     """
 
-    blocks: tuple[str, ...]
+    blocks: Mapping[str, tuple[BufferHandle, ...]]
     shards: tuple[tuple[int, int], ...]
-    handles: tuple[tuple[BufferHandle | None, ...], ...]
 
 
 def share_shards(
@@ -107,7 +102,7 @@ def share_shards(
     now: Mapping[str, torch.Tensor],
     device: torch.device,
     rank: int,
-    share: Callable[[Block, torch.UntypedStorage], tuple[str, tuple[BufferHandle | None, ...]]],
+    share: Callable[[Block, torch.UntypedStorage], tuple[str, tuple[BufferHandle, ...]]],
 ) -> MemoryTable:
     """What the other ranks are to know of this rank's shards.
 
@@ -136,12 +131,8 @@ def share_shards(
     if len(blocks) > MAX_BLOCKS:
         num = f"{len(blocks)} blocks of memory, more than {MAX_BLOCKS}"
         raise NotTraceable(f"the parameters lie in {num}")
-    shared = [share(block, storage) for block, (_, storage) in blocks.items()]
-    return MemoryTable(
-        blocks=tuple(name for name, _ in shared),
-        shards=tuple(places),
-        handles=tuple(of_block for _, of_block in shared),
-    )
+    shared = dict(share(block, storage) for block, (_, storage) in blocks.items())
+    return MemoryTable(shared, tuple(places))
 
 
 def _is_mappable(shard: torch.Tensor, device: torch.device) -> bool:
@@ -152,49 +143,32 @@ def _is_mappable(shard: torch.Tensor, device: torch.device) -> bool:
     return device.index in (None, shard.device.index)
 
 
-@dataclass(frozen=True)
-class Reader:
-    """Where one engine rank finds every bucket.
-
-    Attributes:
-        blocks: of all trainer ranks; the engine maps them with the first bucket.
-        pieces: by bucket, encoded; a slot is a position in `blocks`.
+def pieces_for(plan: PullPlan, tables: Sequence[MemoryTable], number: int) -> tuple[bytes, ...]:
+    """Where the engine rank that has this `number` among all finds every bucket, encoded; a slot is
+    a position in all ranks' blocks.
     """
+    first_slots = [0, *accumulate(len(table.blocks) for table in tables)]
 
-    blocks: tuple[SharedBlock, ...]
-    pieces: tuple[bytes, ...]
+    def place(owner: int, parameter: int) -> tuple[int, int]:
+        block, shard_start = tables[owner].shards[parameter]
+        return first_slots[owner] + block, shard_start
 
-    @classmethod
-    def of(cls, plan: PullPlan, tables: Sequence[MemoryTable], handle: int, number: int) -> Reader:
-        """Of the engine rank that has this `number` among all, and the handles at this position."""
-        blocks = [
-            SharedBlock(name, handles[handle])
-            for table in tables
-            for name, handles in zip(table.blocks, table.handles, strict=True)
-        ]
-        first_slots = [0, *accumulate(len(table.blocks) for table in tables)]
+    def piece(part: ShardRead | SpreadRead) -> BucketPiece:
+        if isinstance(part, ShardRead):
+            (slot, offset), read = place(part.owner(number), part.read.tensor), part.read
+            return BucketPiece(slot, offset + read.offset, read.start, read.run)
+        parameter, source = part.origin.parameter, part.origin.bytes
+        owners, shards = plan.traced.owners[parameter], []
+        for shard in range(len(owners.starts)):
+            start, stop = owners.range_of(shard)
+            slot, offset = place(owners.owner_of(shard, number), parameter)
+            shards.append((slot, offset, stop - start))
+        slot = shards[0][0]
+        return BucketPiece(
+            slot, source.offset, part.start, source.nbytes, source.dims, tuple(shards)
+        )
 
-        def place(owner: int, parameter: int) -> tuple[int, int]:
-            block, shard_start = tables[owner].shards[parameter]
-            return first_slots[owner] + block, shard_start
-
-        def piece(part: ShardRead | SpreadRead) -> BucketPiece:
-            if isinstance(part, ShardRead):
-                (slot, offset), read = place(part.owner(number), part.read.tensor), part.read
-                return BucketPiece(slot, offset + read.offset, read.start, read.run)
-            parameter, source = part.origin.parameter, part.origin.bytes
-            owners, shards = plan.traced.owners[parameter], []
-            for shard in range(len(owners.starts)):
-                start, stop = owners.range_of(shard)
-                slot, offset = place(owners.owner_of(shard, number), parameter)
-                shards.append((slot, offset, stop - start))
-            slot = shards[0][0]
-            return BucketPiece(
-                slot, source.offset, part.start, source.nbytes, source.dims, tuple(shards)
-            )
-
-        pieces = [encode_pieces([piece(part) for part in parts]) for parts in plan.reads]
-        return cls(tuple(blocks), tuple(pieces))
+    return tuple(encode_pieces([piece(part) for part in parts]) for parts in plan.reads)
 
 
 @dataclass(frozen=True)
@@ -203,14 +177,15 @@ class Located:
 
     Attributes:
         snapshot: of this rank's parameters.
-        names: of the blocks of all ranks in which they lie.
-        without_handles: the blocks of which there are none: engines must have them mapped.
+        blocks: names of those of all ranks in which they lie; engines map them all.
+        handles: by reader and block; each is used once. Empty where all blocks are mapped.
+        pieces: by reader and bucket, see `pieces_for`.
     """
 
     snapshot: SourcesSnapshot
-    names: frozenset[str]
-    without_handles: frozenset[str]
-    readers: tuple[Reader, ...]
+    blocks: tuple[str, ...]
+    handles: tuple[Mapping[str, BufferHandle], ...]
+    pieces: tuple[tuple[bytes, ...], ...]
 
     @classmethod
     def of(
@@ -222,45 +197,10 @@ class Located:
         first_reader: int,
     ) -> Located:
         """Where this rank's engine ranks, `readers` among all, find every bucket."""
-        blocks = [
-            block for table in tables for block in zip(table.blocks, table.handles, strict=True)
-        ]
+        blocks = [block for table in tables for block in table.blocks.items()]
         return cls(
             snapshot,
-            frozenset(name for name, _ in blocks),
-            frozenset(name for name, handles in blocks if None in handles),
-            tuple(Reader.of(plan, tables, reader, first_reader + reader) for reader in readers),
+            tuple(name for name, _ in blocks),
+            tuple({name: each[reader] for name, each in blocks if each} for reader in readers),
+            tuple(pieces_for(plan, tables, first_reader + reader) for reader in readers),
         )
-
-    def without_used_handles(self) -> Located:
-        """This, once the engines have used the handles; the same object where there were none."""
-        if self.without_handles == self.names:
-            return self
-        readers = tuple(
-            replace(reader, blocks=tuple(replace(block, handle=None) for block in reader.blocks))
-            for reader in self.readers
-        )
-        return replace(self, without_handles=self.names, readers=readers)
-
-
-class PulledDelivery:
-    """Has the engines map the parameters of all ranks with the first bucket, and `keep` them mapped
-    or not. Raises `BlockNotMapped` if one has let go of a block of which no handle is left.
-    """
-
-    def __init__(
-        self, engines: Sequence[EngineRank], readers: Sequence[Reader], *, keep: bool
-    ) -> None:
-        self._pairs = list(zip(engines, readers, strict=True))
-        for engine, reader in self._pairs:
-            engine.session.map_blocks(reader.blocks, keep=keep)
-
-    def deliver(self, ready: ReadyBucket) -> bool:
-        for engine, reader in self._pairs:
-            with engine.naming():
-                pieces = reader.pieces[ready.index]
-                engine.session.load(ready.index, ready.bucket, pieces, read_only=True)
-        return True
-
-    def make_room(self) -> None:
-        """Do nothing: the parameters are not written in a sync."""

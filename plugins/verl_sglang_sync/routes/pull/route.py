@@ -18,9 +18,9 @@ changes is noticed before the engines may publish, and the sync is made again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, starmap
 
 import torch
 
@@ -39,7 +39,6 @@ from verl_sglang_sync.report import SyncReport, warn_once
 from verl_sglang_sync.routes.pull.located import (
     Located,
     MemoryTable,
-    PulledDelivery,
     PullPlan,
     bucket_reads,
     share_shards,
@@ -78,26 +77,24 @@ class Pull(Route):
         self._is_colocated = context.is_colocated
         self._num_readers = 0  # engine ranks of all trainer ranks
         self._own_readers = range(0)  # which of them are this rank's
-        self._located: Located | None = None
+        self._located: Located | None = None  # None: not all of it is mapped by the engines
         self._blocks_read: frozenset[str] = frozenset()  # by the last pulled sync
-        self._blocks_mapped: frozenset[str] = frozenset()  # by the engines, since that sync
+        self._unshareable: str | None = None  # why no handle of some memory could be made
         self._any_can_read = True  # some engine rank of the last exported sync could, in place
-        self._moved_before_mapped = False  # the memory in a handle was freed before its first use
 
     def _source(self, weights: Iterable[NamedTensor], report: SyncReport) -> SyncSource | None:
-        located, reason = self._located, None
-        is_mappable = located is not None and located.without_handles <= self._blocks_mapped
+        reason = None
         if not self._is_colocated and not holds_everywhere(self._group, not self._have_changed()):
             reason = "other engines take part"
-        elif empties_storages(weights) or not is_mappable:
-            reason = self._locate(weights)
+        elif empties_storages(weights) or self._located is None:
+            reason = self._locate(weights, shares=True)
         if reason is not None:
             warn_once(f"{self.not_taken} in a sync: {reason}")
             return None
         assert self._located is not None, "no reason, so it was located"
         # The trainer cannot free what an engine has mapped, and must where it offloads parameters:
         # the engines keep blocks mapped only if the sync before read the same ones.
-        keep_mapped = self._located.names == self._blocks_read
+        keep_mapped = self._blocks_read == set(self._located.blocks)
         return PulledBuckets(self, self._located, weights, report, keep_mapped)
 
     def wants_comparison(self, weights: Iterable[NamedTensor]) -> bool:
@@ -139,43 +136,33 @@ class Pull(Route):
         first = sum(nums[: own_rank()])
         self._num_readers, self._own_readers = sum(nums), range(first, first + len(sync.loaded))
         self._prepared_for = self._readers()
-        # A handle that no engine uses keeps memory alive: others may take part in the next sync.
-        comes_back = empties_storages(weights) or self._moved_before_mapped
-        may_share = self._is_colocated and not comes_back
         reason = common_reason(self._group, self._difference(sync) or self._plan_reads())
-        return self._conclude(reason or self._locate(weights, may_share=may_share))
+        return self._conclude(reason or self._locate(weights, shares=False))
 
     def recover(self, cause: Exception | None, weights: Iterable[NamedTensor]) -> Recovery:
         is_recoverable = isinstance(cause, EngineCannotMap | SourcesChanged | BlockNotMapped)
         cannot_map = str(cause) if isinstance(cause, EngineCannotMap) else None
-        located = self._located
         self.forget()
         if not holds_everywhere(self._group, cause is None or is_recoverable):
             return Recovery.RAISE
         if (agreed := common_reason(self._group, cannot_map)) is not None:
-            moved = None
-            if located is not None:
-                _, moved = result_or_reason(lambda: self._confirm(located, weights), SourcesChanged)
-            self._moved_before_mapped = not holds_everywhere(self._group, moved is None)
-            if not self._moved_before_mapped:  # what was freed cannot be mapped
-                self._conclude(agreed)
+            self._conclude(agreed)
             return Recovery.EXPORT
         if not self._is_colocated:  # other sessions: see `RemoteEngines.abandon`
             return Recovery.EXPORT
-        reason = self._locate(weights, may_share=not empties_storages(weights))
-        self.is_proven = reason is None
+        self.is_proven = self._locate(weights, shares=False) is None
         return Recovery.AGAIN if self.is_proven else Recovery.EXPORT
 
     def forget(self) -> None:
         """The next sync is exported, and no block counts as mapped: engines may have let go."""
         super().forget()
-        self._located, self._blocks_mapped = None, frozenset()
+        self._located = None
 
     def _note_read(self, located: Located, keep_mapped: bool) -> None:
         """Remember, after a good sync, which blocks the engines have read and keep mapped."""
-        self._blocks_read = located.names
-        self._blocks_mapped = located.names if keep_mapped else frozenset()
-        self._located = located.without_used_handles()
+        self._blocks_read = frozenset(located.blocks)
+        used = replace(located, handles=tuple({} for _ in located.handles))
+        self._located = used if keep_mapped else None
 
     def _confirm(self, located: Located, weights: Iterable[NamedTensor]) -> None:
         """Raise `SourcesChanged` unless the parameters are what and where they were located."""
@@ -213,55 +200,57 @@ class Pull(Route):
         self._plan = None if reads is None else PullPlan(traced, buckets, reads)
         return reason
 
-    def _locate(self, weights: Iterable[NamedTensor], *, may_share: bool = True) -> str | None:
+    def _locate(self, weights: Iterable[NamedTensor], *, shares: bool) -> str | None:
         """Find all ranks' parameters where they are now; collective; returns why engines cannot
         read.
 
         Args:
-            may_share: False: make no handles, whose memory lives until an engine has used them; the
-                parameters are located again before the next sync.
+            shares: make the handles that engines need; only in the sync that uses them, as their
+                memory lives until then. False: only find out whether this can be done.
         """
         self._located = None
         found, reason = result_or_reason(
-            lambda: self._own_memory(weights, may_share), NotTraceable, SourcesChanged
+            lambda: self._own_memory(weights, shares), NotTraceable, SourcesChanged
         )
         tables = self._group.all_gather(None if found is None else found[1])
         agreed = common_reason(self._group, reason)
-        if agreed is None:
+        if agreed is None and shares:
             assert self._plan is not None and found is not None
             readers, first = self._own_readers, self._first_reader
             self._located = Located.of(self._plan, found[0], tables, readers, first)
         return agreed
 
     def _own_memory(
-        self, weights: Iterable[NamedTensor], may_share: bool
+        self, weights: Iterable[NamedTensor], shares: bool
     ) -> tuple[SourcesSnapshot, MemoryTable]:
         """This rank's parameters: recognised later, and told to the others."""
         assert self._plan is not None, "nothing was traced"
         now = self._source_map.current(weights, self._plan.traced)
         if empties_storages(weights):  # the names of what was there before say nothing now
             self._block_names = BlockNames()
-        share = partial(self._share_block, may_share)
+        share = partial(self._share_block, shares)
         table = share_shards(self._plan.traced, now, self._device, own_rank(), share)
         return SourcesSnapshot(now), table
 
     def _share_block(
-        self, may_share: bool, block: Block, member: torch.UntypedStorage
-    ) -> tuple[str, tuple[BufferHandle | None, ...]]:
-        """A block's name, and a handle for each engine rank: each is used once. None where the
-        engines have it mapped, or none are wanted.
-        """
-        name = self._block_names.name_of(block, member)
-        if name in self._blocks_mapped or not may_share:
-            return name, (None,) * self._num_readers
-        handles = tuple(share_block(block, member) for _ in range(self._num_readers))
-        for handle in handles:
+        self, shares: bool, block: Block, member: torch.UntypedStorage
+    ) -> tuple[str, tuple[BufferHandle, ...]]:
+        """A block's name, and a handle for each engine rank, or none if none are wanted."""
+        name, handles = self._block_names.name_of(block, member), None
+        if shares and self._unshareable is None:
+            readers = range(self._num_readers)
+            handles, self._unshareable = result_or_reason(
+                lambda: tuple(share_block(block, member) for _ in readers)
+            )
+        if self._unshareable is not None:  # also when the route is to be proven again
+            raise NotTraceable(self._unshareable)
+        for handle in handles or ():
             self._record(handle)
-        return name, handles
+        return name, handles or ()
 
 
 @dataclass(eq=False)
-class PulledBuckets(SyncSource):
+class PulledBuckets(SyncSource, Delivery):
     """Buckets that lie in the trainer ranks' parameters, which engines may keep mapped."""
 
     asks_for_reads = False
@@ -277,17 +266,28 @@ class PulledBuckets(SyncSource):
         synchronize(self._route._device)
 
     def delivery(self, engines: Sequence[EngineRank], in_step: InStep) -> Delivery:
-        return PulledDelivery(engines, self._located.readers, keep=self._keep_mapped)
+        """Have the engines map the parameters of all ranks with the first bucket. Raises
+        `BlockNotMapped` if one has let go of a block of which no handle is left.
+        """
+        located = self._located
+        self._pairs = list(zip(engines, located.pieces, strict=True))
+        for engine, handles in zip(engines, located.handles, strict=True):
+            engine.session.map_blocks(located.blocks, handles, keep=self._keep_mapped)
+        return self
 
     def __iter__(self) -> Iterator[ReadyBucket]:
-        for index, bucket in enumerate(self._route._stream.buckets):
-            self._report.count_bucket(len(bucket.layout.tensors), bucket.payload_bytes)
-            self._report.num_pulled += 1
-            yield ReadyBucket(index, bucket)
+        return starmap(ReadyBucket, enumerate(self._route._stream.buckets))
+
+    def deliver(self, ready: ReadyBucket) -> bool:
+        for engine, pieces in self._pairs:
+            with engine.naming():
+                engine.session.load(ready.index, ready.bucket, pieces[ready.index], read_only=True)
+        return True
 
     def confirm(self) -> None:
         with self._report.stage("confirm"):
             self._route._confirm(self._located, self._weights)
 
     def end(self) -> None:
+        self._report.num_pulled += len(self._route._stream.buckets)
         self._route._note_read(self._located, self._keep_mapped)

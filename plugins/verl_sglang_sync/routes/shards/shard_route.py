@@ -13,12 +13,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, cached_property, partial
 from itertools import chain
 
+import msgspec
 import torch
 
 from sglang_loader.common.regions.arrangement import Arrangement
+from sglang_loader.common.session.messages import encode_pieces
 from verl_sglang_sync.collective import (
     common_reason,
     holds_everywhere,
@@ -42,51 +44,69 @@ from verl_sglang_sync.sources.bucket_stream import Batch, Bucket
 from verl_sglang_sync.sources.export import Export, NamedTensor
 from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport
 from verl_sglang_sync.sources.snapshot import SourcesChanged, locals_of
-from verl_sglang_sync.sources.transfer_plan import whole_bucket
+from verl_sglang_sync.sources.transfer_plan import Origin, whole_bucket
 
 NOTHING: Arrangement = ()
 
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """What this rank sends, and what that was planned for.
+    """What this rank sends, and its engine ranks receive, and what that was planned for.
 
     Attributes:
         reads: by bucket, what each rank of the group reads.
-        own_arrangements: of this rank's engine ranks.
-        all_arrangements: of all engine ranks, in the order of the trainer ranks that give to them.
         first_reader: rank of the first engine rank in the group; those before it read nothing.
+        arrangements: of this rank's engine ranks.
+        found: by bucket, where each of these finds it in what it receives.
         sends: by bucket, what this rank sends.
-        nums_pieces: by bucket, in how many all-to-alls it travels.
         all_to_all: executes it.
     """
 
     traced: TracedExport
     buckets: list[Bucket]
     reads: list[list[Arrangement]]
-    own_arrangements: Sequence[RankArrangements]
-    all_arrangements: Sequence[RankArrangements]
     first_reader: int
+    arrangements: Sequence[RankArrangements]
+    found: list[list[Received]]
     sends: list[Sends]
-    nums_pieces: list[int]
     all_to_all: AllToAll
 
-    def is_arranged(self, reader: int, index: int) -> bool:
-        """An engine rank gets what it reads of a bucket alone; False: the bucket is whole."""
-        return self.all_arrangements[reader].is_arranged(index)
-
-    def received_by(self, ranks: Sequence[int]) -> list[list[Received]]:
-        """How ranks of the group find every bucket in what they receive, by bucket and rank. Pure.
-
-        Raises:
-            ValueError: what one reads is not in the shards, once.
+    @cached_property
+    def pieces_in(self) -> Callable[[int, int, int], bytes]:
+        """The encoded pieces of a bucket, given its number, the position of this rank's engine rank
+        that receives it, and the slot of its buffer.
         """
-        found = []
-        for bucket, reads, num in zip(self.buckets, self.reads, self.nums_pieces, strict=True):
-            origins, owners = self.traced.origins_of(bucket.layout), self.traced.owners
-            parts = [plan_reader(r, len(reads), reads[r], origins, owners) for r in ranks]
-            found.append([received(each, num) for each in parts])
-        return found
+
+        def pieces_in(index: int, reader: int, slot: int) -> bytes:
+            pieces = self.found[index][reader].pieces
+            return encode_pieces([msgspec.structs.replace(each, slot=slot) for each in pieces])
+
+        return cache(pieces_in)
+
+    @cached_property
+    def pair_bytes(self) -> list[list[int]]:
+        """Bytes that each trainer rank sends each engine rank of this rank, in this order."""
+        return [
+            [sum(each.payloads[rank] for each in of) for of in zip(*self.found, strict=True)]
+            for rank in range(self.first_reader)
+        ]
+
+
+class ShardBuckets(SyncSource):
+    """The buckets of one sync by a plan whose all-to-all has begun, for engines that hold the
+    arrangements of the plan; also of a full export that is compared with them.
+    """
+
+    def __init__(self, plan: ShardPlan, report: SyncReport) -> None:
+        self.required_arrangements = [each.digest for each in plan.arrangements]
+        self.plan = plan
+        self.report = report
+
+    def difference(self, index: int, exported: Sequence[torch.Tensor] | None) -> str | None:
+        """Compare a bucket with the full export: the first difference on this rank, or None. If the
+        tensors have not come it gets None, as the other ranks may wait for this one's shards.
+        """
+        raise NotImplementedError
 
 
 class ShardRoute(Route):
@@ -99,19 +119,12 @@ class ShardRoute(Route):
         self._piece_nbytes = piece_nbytes
         self._plan: ShardPlan | None = None
 
-    def _source_of(self, plan: ShardPlan, report: SyncReport) -> SyncSource:
+    def _source_of(self, plan: ShardPlan, report: SyncReport) -> ShardBuckets:
         """The buckets of a sync, once the plan's all-to-all has begun."""
         raise NotImplementedError
 
-    def _prepare(self, plan: ShardPlan) -> None:
-        """Prepare what else is needed; raises where that cannot be."""
-
-    def _reserve(self) -> None:
+    def _reserve(self, plan: ShardPlan) -> None:
         """Take the memory that buckets need now: a rank that fails later keeps others waiting."""
-
-    def _compare(self, plan: ShardPlan, batches: Iterator[Batch]) -> str | None:
-        """Compare with the full export while the all-to-all is begun; returns what differs."""
-        raise NotImplementedError
 
     def _source(self, weights: Iterable[NamedTensor], report: SyncReport) -> SyncSource | None:
         with report.stage("confirm"):  # while the engines join
@@ -130,7 +143,7 @@ class ShardRoute(Route):
         )
         if self._plan is None and not holds_everywhere(self._group, is_final):
             return False
-        is_planned = self._plan is not None and self._plan.own_arrangements == own
+        is_planned = self._plan is not None and self._plan.arrangements == own
         everywhere = holds_everywhere(self._group, is_planned)
         reason = None if everywhere else self._make_plan(sync.weights, own)
         if reason is not None or self._begin(sync.weights):
@@ -154,15 +167,17 @@ class ShardRoute(Route):
         if (reason := self._source_map.trace(weights)) is not None:
             return reason
         traced, buckets = self._source_map.traced, self._stream.buckets
-        gathered = self._gather_arrangements(own)
+        gathered, start = self._gather_arrangements(own)
+        first = self._first_reader
         reads: list[list[Arrangement]] = []
+        origins: list[list[Origin]] = []
 
         def draft() -> list[Sends]:
             for index, bucket in enumerate(buckets):
                 whole = whole_bucket(bucket.layout)  # for engine ranks without arrangements
                 of_readers = [each.expected(index, whole) for each in gathered]
-                reads.append([NOTHING] * self._first_reader + of_readers)
-            origins = [traced.origins_of(bucket.layout) for bucket in buckets]
+                reads.append([NOTHING] * first + of_readers)
+                origins.append(traced.origins_of(bucket.layout))
             pairs = zip(reads, origins, strict=True)
             return [plan_sends(own_rank(), *pair, traced.owners) for pair in pairs]
 
@@ -174,12 +189,14 @@ class ShardRoute(Route):
             nums = [max(1, -(-nbytes // self._piece_nbytes)) for nbytes in largest]
 
             def make() -> ShardPlan:
+                readers, owners = range(first + start, first + start + len(own)), traced.owners
+                found = [
+                    [received(plan_reader(r, len(of), of[r], places, owners), num) for r in readers]
+                    for of, places, num in zip(reads, origins, nums, strict=True)
+                ]
                 pieces = [pieces_of(each, num) for each, num in zip(sends, nums, strict=True)]
                 moves = AllToAll(pieces, self._device)
-                arrangements, first = (own, gathered), self._first_reader
-                plan = ShardPlan(traced, buckets, reads, *arrangements, first, sends, nums, moves)
-                self._prepare(plan)
-                return plan
+                return ShardPlan(traced, buckets, reads, first, own, found, sends, moves)
 
             self._plan, reason = result_or_reason(make)
             self._prepared_for = self._readers()
@@ -189,9 +206,11 @@ class ShardRoute(Route):
             self._plan = None
         return agreed
 
-    def _gather_arrangements(self, own: Sequence[RankArrangements]) -> list[RankArrangements]:
-        """The arrangements of all engine ranks, in the order of the trainer ranks; collective. Of
-        those with one digest, which are equal, only the first is sent.
+    def _gather_arrangements(
+        self, own: Sequence[RankArrangements]
+    ) -> tuple[list[RankArrangements], int]:
+        """The arrangements of all engine ranks, in the order of the trainer ranks, and where this
+        rank's begin; collective. Of those with one digest, which are equal, only the first is sent.
         """
         by_rank = self._group.all_gather([each.digest for each in own])
         digests = [digest for of_rank in by_rank for digest in of_rank]
@@ -204,7 +223,7 @@ class ShardRoute(Route):
             for each in of_rank
             if each is not None
         }
-        return [by_digest[digest] for digest in digests]
+        return [by_digest[digest] for digest in digests], start
 
     def _begin(self, weights: Iterable[NamedTensor]) -> bool:
         """Take the shards as they are now; collective; False if all must be planned anew."""
@@ -223,7 +242,7 @@ class ShardRoute(Route):
                 for each in plan.traced.parameters
             ]
             plan.all_to_all.begin(locals_of(shards))
-            self._reserve()
+            self._reserve(plan)
 
         _, reason = result_or_reason(begin, SourcesChanged)
         agreed = common_reason(self._group, reason)
@@ -237,33 +256,23 @@ class ShardRoute(Route):
         assert self._plan is not None
         report = SyncReport(mode="compiled", replica=None)  # of no sync
         batches = self._stream.batches(Export(weights), report)
-        problem = self._compare(self._plan, batches)
+        problem = _first_problem(self._source_of(self._plan, report), batches)
         self._plan.all_to_all.end()
         return common_reason(self._group, problem)
 
 
-def first_problem(
-    buckets: Sequence[Bucket],
-    batches: Iterator[Batch],
-    compare: Callable[[int, Sequence[torch.Tensor] | None], str | None],
-) -> str | None:
-    """Go through the full export, and compare every bucket with it; collective.
-
-    Returns what differs first on this rank, or what went wrong, or None.
-
-    Args:
-        batches: the export, which is gone through to its end: the other ranks need it.
-        compare: given a bucket's number and its exported tensors, returns what differs. If they
-            have not come it gets None, as the other ranks may wait for this one's shards.
+def _first_problem(source: ShardBuckets, batches: Iterator[Batch]) -> str | None:
+    """Compare every bucket with the full export, which is gone through to its end, as the other
+    ranks need it; collective. Returns what differs first on this rank, or what went wrong, or None.
     """
     problem: str | None = None
-    for index, bucket in enumerate(buckets):
+    for index, bucket in enumerate(source.plan.buckets):
         batch, reason = result_or_reason(lambda: next(batches, None))
         if batch is None or batch.bucket.digest != bucket.digest:
             batch, reason = None, reason or f"bucket {index} is not what it was"
         tensors = None if batch is None else batch.tensors
         del batch
-        differs, failed = result_or_reason(partial(compare, index, tensors))
+        differs, failed = result_or_reason(partial(source.difference, index, tensors))
         problem = problem or reason or differs or failed
     more, reason = result_or_reason(lambda: len(list(batches)))
     return problem or reason or ("the export has more buckets than it had" if more else None)

@@ -1,0 +1,139 @@
+"""Route "send": every trainer rank sends every engine rank the part of its shards that it reads.
+
+For engines on other devices (disaggregated), instead of a broadcast of all weights by the first
+trainer rank. Each byte that an engine rank reads is sent once, by a trainer rank that holds it
+(`exchange_plan.plan_reader` checks that). In the proof that rank compares it with the full export,
+found as the engine rank would find it. See `shard_route`; all trainer ranks and engine ranks are
+one process group (`engine.update_groups`), and no rank packs more than a bucket at a time.
+
+The engine ranks unpack nothing: their load plans read from the receive buffers.
+
+Before each all-to-all the trainer ranks agree that every engine rank receives it, and that the one
+before the last, whose scratch it is packed in, is done. So no rank waits in a collective for one
+that has failed, and a rank that hangs is found in the next agreement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import starmap
+from typing import Any
+
+import torch
+
+from sglang_loader.common.broadcast.broadcast import Transfer
+from sglang_loader.common.copies import gather_reads
+from verl_sglang_sync.engine.engine_ranks import EngineRank
+from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.routes.broadcast import GroupDelivery
+from verl_sglang_sync.routes.route import Delivery, InStep, ReadyBucket, RouteContext
+from verl_sglang_sync.routes.shards.exchange_plan import received
+from verl_sglang_sync.routes.shards.shard_route import ShardBuckets, ShardPlan, ShardRoute
+
+
+class Send(ShardRoute):
+    """Route "send"; `process_group` returns that of all trainer and engine ranks in a sync."""
+
+    not_taken = "the first trainer rank gathers all weights and broadcasts them to all engines"
+
+    def __init__(self, context: RouteContext, process_group: Callable[[], Any]) -> None:
+        super().__init__(context, context.settings.bucket_bytes)
+        self._process_group = process_group
+        self._limit_s = context.settings.request_timeout_s
+
+    def _source_of(self, plan: ShardPlan, report: SyncReport) -> ShardBuckets:
+        return SentBuckets(self, plan, report)
+
+
+class SentBuckets(ShardBuckets):
+    """Buckets that all trainer ranks send."""
+
+    def __init__(self, route: Send, plan: ShardPlan, report: SyncReport) -> None:
+        super().__init__(plan, report)
+        self._route = route
+
+    def __iter__(self) -> Iterator[ReadyBucket]:
+        return starmap(ReadyBucket, enumerate(self.plan.buckets))
+
+    def delivery(self, engines: Sequence[EngineRank], in_step: InStep) -> Delivery:
+        return SendDelivery(self._route, self.plan, engines, in_step, self.report)
+
+    def end(self) -> None:
+        self.report.num_sent += len(self.plan.buckets)
+        self.report.pair_bytes = pairs = self.plan.pair_bytes
+        self.report.sent_bytes = sum(map(sum, pairs))
+
+    def difference(self, index: int, exported: Sequence[torch.Tensor] | None) -> str | None:
+        """Pack a bucket, and compare the bytes for each engine rank with the exported tensors."""
+        first, device = self.plan.first_reader, self._route._device
+        for rank, arrangement in enumerate(self.plan.reads[index][first:], first):
+            if exported is not None:
+                whole = gather_reads(arrangement, exported, device)
+                if (problem := self._difference_for(rank, index, whole)) is not None:
+                    return problem
+        return None
+
+    def _difference_for(self, rank: int, index: int, whole: torch.Tensor) -> str | None:
+        moves, start = self.plan.all_to_all, 0  # of the bytes of one all-to-all
+        numbers = moves.numbers_of(index)
+        found = received([self.plan.sends[index][rank]], len(numbers), joins=False)
+        for number in numbers:  # packed for each engine rank anew: the scratch holds two of them
+            packed, sizes = moves.pack(number)
+            part = packed.split(list(sizes))[rank]
+            stop = start + part.numel()
+            for piece in found.pieces:  # no piece is in two of them
+                if start <= piece.offset < stop:
+                    expected = whole[piece.start : piece.start + piece.nbytes]
+                    arrived = part[piece.offset - start :][: piece.nbytes]
+                    if not torch.equal(expected, arrived):
+                        return f"bucket {index}, byte {piece.start}, differs from the full export"
+            start = stop
+        if start != found.nbytes:
+            return f"bucket {index} is sent in {start} bytes, {found.sizes} are received"
+        return None
+
+
+class SendDelivery(GroupDelivery):
+    """Sends buckets by the all-to-alls of a plan: what this rank sends."""
+
+    def __init__(
+        self,
+        route: Send,
+        plan: ShardPlan,
+        engines: Sequence[EngineRank],
+        in_step: InStep,
+        report: SyncReport,
+    ) -> None:
+        super().__init__(engines, route._limit_s, in_step, report)
+        self._plan = plan
+        self._group = route._process_group()
+        self._nothing = torch.empty(0, dtype=torch.uint8, device=route._device)
+
+    def deliver(self, ready: ReadyBucket) -> bool:
+        """Announce a bucket, and send it as soon as all engine ranks receive it."""
+        for reader, engine in enumerate(self._engines):
+            with engine.naming():
+                engine.session.load(
+                    ready.index,
+                    ready.bucket,
+                    self._plan.pieces_in(ready.index, reader, 0),
+                    read_only=False,
+                    arranged=self._plan.arrangements[reader].is_arranged(ready.index),
+                    receives=self._plan.found[ready.index][reader].sizes,
+                )
+        for number in self._plan.all_to_all.numbers_of(ready.index):
+            with self._report.stage("load"):
+                if not self._wait(ready.index + 1):
+                    return False
+            with self._report.stage("pack"):
+                self._start(number, ready.index)
+        return True
+
+    def _start(self, number: int, index: int) -> None:
+        moves, nothing = self._plan.all_to_all, self._nothing
+        try:
+            moves.pack(number)
+        finally:  # also after a failure, which is agreed on later: the other ranks would hang
+            none = [0] * len(self._plan.reads[index])
+            work = moves.launch(number, nothing, none, self._group)
+            self._travelling.append((index, Transfer(work, nothing.device)))
