@@ -1,7 +1,13 @@
 """What holds for all tests, and training runs, which tests of several files wait for."""
 
+import os
+
 import pytest
+import torch
 from hypothesis import settings
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # SGLang reads it while it is imported
 
 # A busy machine makes any example slow; a test that hangs is ended by its job's limit.
 settings.register_profile("no deadline", deadline=None)

@@ -4,7 +4,6 @@ Nothing is started: see `support.captured_launch`.
 """
 
 import asyncio
-import os
 from unittest import mock
 
 import pytest
@@ -20,8 +19,6 @@ from support.router import Router, serving
 from unit.composed_recipe import ROLLOUT, SECTION, compose
 from verl_sglang_sync.engine.server_client.router import KEY_VARIABLE
 from verl_sglang_sync.verl.upstream import fields
-
-os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # sglang reads it while it is imported
 
 # Every argument that does not reach SGLang as the recipe gives it, and why.
 ALWAYS = {

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import importlib
 import inspect
-import os
 import pickle
 import pkgutil
 import time
@@ -23,9 +22,6 @@ import torch
 from sglang_loader.upstream import facts_of, with_facts, without_cpu_backup
 from support.messages import message
 from verl_sglang_sync.verl.upstream import SEPARATE_ASYNC, log_without_flush, pause_by_aborting
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # sglang reads it while it is imported
 
 MANAGERS = "sglang.srt.managers"
 IO = f"{MANAGERS}.io_struct"

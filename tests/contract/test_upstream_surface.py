@@ -6,7 +6,6 @@ signature shows is in `test_upstream_behaviour`.
 """
 
 import inspect
-import os
 import pkgutil
 import re
 from functools import cache
@@ -15,13 +14,9 @@ from typing import get_type_hints
 from unittest.mock import patch
 
 import pytest
-import torch
 from packaging.version import Version
 
 from support.our_imports import PLUGINS, imports
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # sglang reads it while it is imported
 
 # A module, then what we use of it: `symbol`, `function(what we pass or override, in upstream's
 # order)`, `dataclass(the fields that we read or pass by name)`; `.name` is of the class before it.

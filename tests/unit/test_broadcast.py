@@ -9,7 +9,6 @@ import socket
 import threading
 import weakref
 from types import SimpleNamespace
-from unittest import mock
 
 import msgspec
 import pytest
@@ -42,7 +41,7 @@ class Work:
 
     def wait(self):
         if self.error:
-            raise RuntimeError(self.error)
+            raise self.error
 
 
 @pytest.fixture
@@ -64,7 +63,7 @@ def test_a_buffer_without_bytes_is_not_broadcast(work):
 
 
 def test_a_peer_that_is_gone_is_an_error(work):
-    work.completed, work.error = True, "connection closed"
+    work.completed, work.error = True, RuntimeError("connection closed")
     with pytest.raises(BroadcastError, match="bucket 0 did not arrive: connection closed"):
         Broadcast(some_bytes(), GROUP).wait(1, "bucket 0")
 
@@ -265,7 +264,7 @@ def left(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("error", (None, "a rank is gone"))
+@pytest.mark.parametrize("error", (None, RuntimeError("a rank is gone"), MemoryError("no room")))
 def test_an_engine_joins_a_group_of_ours_or_leaves_it(work, monkeypatch, error):
     def formed(store, rank, world_size, **_):
         assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
@@ -286,20 +285,8 @@ def test_an_engine_joins_a_group_of_ours_or_leaves_it(work, monkeypatch, error):
     if error is None:
         assert success and runner._model_update_group == {"weight_sync_a": GROUP} and not left
     else:
-        assert not success and error in message
+        assert not success and str(error) in message
         assert left == [(GROUP, True)] and not runner._model_update_group
-
-
-def test_any_error_of_a_connection_leaves_the_group(left, monkeypatch):
-    monkeypatch.setattr("sglang.srt.utils.init_custom_process_group", lambda **_: GROUP)
-    monkeypatch.setattr(update_group, "meet", lambda *_: None)
-    monkeypatch.setattr(update_group, "leave", lambda group, broken: left.append((group, broken)))
-    monkeypatch.setattr(update_group, "_connect", mock.Mock(side_effect=MemoryError("no room")))
-    monkeypatch.setattr(group_hooks, "tp_rank", lambda: 1)
-    meeting = update_group.MeetingPoint("127.0.0.1", 3, 1, limit_s=60)
-    success, message = join(Runner(), meeting.port)
-    assert not success and "MemoryError: no room" in message
-    assert left == [(GROUP, True)]
 
 
 def test_a_group_without_a_secret_serves_no_session_and_is_left_when_told(monkeypatch, left):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sglang_loader.common import fused_copies
 from sglang_loader.common.copies import gather_reads
-from sglang_loader.common.copy_kernel import TILE_WORDS
+from sglang_loader.common.copy_kernel import TILE_WORDS, Rows, tables_of
 from sglang_loader.common.fused_copies import FusedCopies
 from sglang_loader.common.regions.arrangement import Read, arranged_nbytes
 from support.remote import run_interpreted
@@ -78,7 +78,8 @@ def test_torch_copies_what_the_reference_gathers(case):
 
 def move_words(tiles, rows):
     """What the kernel does, by the addresses of its table."""
-    assert sorted(set(tiles[:, 0].tolist())) == list(range(len(rows)))
+    _, in_order = tables_of([Rows(*row) for row in rows.tolist()])
+    assert sorted(tiles.tolist()) == in_order.tolist()
     for source, target, src_stride, dst_stride, run, num_rows in rows.tolist():
         for row in range(num_rows):
             at, to = source + row * src_stride * 8, target + row * dst_stride * 8
@@ -93,6 +94,7 @@ def test_the_kernel_would_move_the_words_wherever_they_are(case):
     with (
         mock.patch.object(fused_copies, "is_available", return_value=True),
         mock.patch.object(fused_copies, "launch", move_words),
+        mock.patch.object(fused_copies, "peer_gpu_of", lambda memory: f"{memory.numel() % 3}"),
         mock.patch.object(fused_copies, "copy_views", wraps=fused_copies.copy_views) as by_torch,
     ):
         check_gathered(copies, reads, tensors)
@@ -106,7 +108,9 @@ def _in_words(read):
 
 
 def check_kernel(device):
-    """Long, short, strided and odd reads, of tensors here, elsewhere, and at odd addresses."""
+    """Long, short, strided and odd reads, of tensors here, elsewhere, and at odd addresses; rows
+    of one tile, of several, and several to a tile.
+    """
     reads = laid_out(
         [
             (0, 0, (), 8 * (2 * TILE_WORDS + 5)),
@@ -115,16 +119,19 @@ def check_kernel(device):
             (2, 8, ((2, 1024), (4, 256)), 16),
             (3, 0, (), 64),
             (4, 16, ((5, 64),), 8),
+            (0, 64, (), 8 * TILE_WORDS),
+            (0, 8, ((3, 16 * (TILE_WORDS + 1)),), 8 * (TILE_WORDS + 1)),
+            (0, 0, ((500, 8 * 49),), 8 * 48),
         ]
     )
     generator = torch.Generator().manual_seed(1)
-    shapes = [(8 * TILE_WORDS,), (16, 32), (8, 64), (16,), (16, 16)]
+    shapes = [(16 * TILE_WORDS,), (16, 32), (8, 64), (16,), (16, 16)]
     tensors = [torch.randn(shape, generator=generator).to(device) for shape in shapes]
     tensors[3] = tensors[3].cpu()
     copies = copies_of(reads)
     check_gathered(copies, reads, tensors, device)
     check_gathered(copies, reads, [tensor * 2 for tensor in tensors], device)
-    shifted = torch.zeros(8 * TILE_WORDS + 1, device=device)[1:].copy_(tensors[0])
+    shifted = torch.zeros(16 * TILE_WORDS + 1, device=device)[1:].copy_(tensors[0])
     assert shifted.data_ptr() % 8
     check_gathered(copies, reads, [shifted, *tensors[1:]], device)
 

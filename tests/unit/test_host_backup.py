@@ -63,20 +63,6 @@ def test_only_the_residue_is_kept_and_returns(model):
     assert f"{num_covered} bytes" in str(backup.stale)
 
 
-def test_a_sync_without_a_plan_does_not_define_what_was_not_saved(model):
-    backup = create_backup(model, "auto", reachable)
-    covered = whole(model, "linear.weight", "low")
-    publish_coverage(model, covered)
-    release_and_resume(model, backup)
-    backup_of(model).withdraw("the guard failed")
-    assert "undefined" in sync_completed(model)
-    publish_coverage(model, whole(model, "low"))
-    assert f"{model.linear.weight.nbytes} bytes" in sync_completed(model)
-    publish_coverage(model, whole(model, "linear.weight", "linear.bias"))
-    assert sync_completed(model) is None
-    assert backup.stale is None
-
-
 def test_a_failed_sync_withdraws_the_coverage_and_is_stale_until_a_good_one(model):
     backup = create_backup(model, "auto", reachable)
     publish_coverage(model, whole(model, "linear.weight"))
@@ -129,15 +115,6 @@ def test_a_storage_that_appears_after_the_proof_is_saved(model):
     model.low = nn.Parameter(torch.randn(5, 3), requires_grad=False)  # rebound
     model.late = {"new": torch.randn(9)}
     assert release_and_resume(model, backup) == {"linear.weight"}
-
-
-def test_what_is_undefined_goes_with_its_memory(model):
-    backup = create_backup(model, "auto", reachable)
-    publish_coverage(model, whole(model, "linear.weight", "low"))
-    release_and_resume(model, backup)
-    model.low = nn.Parameter(torch.randn(5, 3), requires_grad=False)
-    backup.save(model)
-    assert f"{model.linear.weight.nbytes} bytes" in str(backup.stale)
 
 
 def test_what_a_sync_has_defined_since_is_saved_too_where_no_plan_covers_it_any_more(model):

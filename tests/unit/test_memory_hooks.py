@@ -2,17 +2,12 @@
 
 import asyncio
 import dataclasses
-import os
 import pickle
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # sglang reads it while it is imported
-
 from sglang.srt.managers.io_struct import (
     ReleaseMemoryOccupationReqInput,
     ReleaseMemoryOccupationReqOutput,

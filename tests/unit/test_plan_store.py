@@ -301,20 +301,17 @@ def test_an_arranged_sync_is_the_same_sync():
     assert model.calls == calls
 
 
-def test_a_check_needs_whole_buckets(loader):
+def test_nothing_is_arranged_before_it_is_asked_for_and_a_check_needs_whole_buckets(loader):
+    loader.start(CONTEXT, recheck_every_n_syncs=0)
+    assert loader.arranged is ALL_WHOLE
     first, arranged = loader.plan, loader.arrange()
+    assert loader.arranged is arranged is not ALL_WHOLE
     loader.start(CONTEXT, recheck_every_n_syncs=1)
     assert loader.arranged is ALL_WHOLE
     assert sync_halves(loader, 2.0, recheck=1).reason == "the plan was due for a check"
     assert loader.plan is first
     loader.start(CONTEXT, recheck_every_n_syncs=0)
     assert loader.arranged is arranged
-
-
-def test_nothing_is_arranged_before_it_is_asked_for(loader):
-    loader.start(CONTEXT, recheck_every_n_syncs=0)
-    assert loader.arranged is ALL_WHOLE
-    assert loader.arrange() is loader.arranged is not ALL_WHOLE
 
 
 def test_whole_buckets_are_wanted_where_an_arranged_one_would_load_otherwise(

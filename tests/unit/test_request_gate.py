@@ -1,16 +1,10 @@
 """What the gate lets through, holds and refuses, with SGLang's own messages."""
 
 import asyncio
-import os
 from types import SimpleNamespace
 from unittest.mock import Mock, patch
 
 import pytest
-import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # sglang reads it while it is imported
-
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers import io_struct as io
 from sglang.srt.utils.aio_rwlock import RWLock

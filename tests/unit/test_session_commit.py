@@ -71,7 +71,6 @@ class Engine(threading.Thread):
     Args:
         encoded: the trainer's descriptor.
         model: to be loaded.
-        others: what went wrong on other TP ranks.
         after_join: as for `serve_session`; `after_load` likewise.
 
     Attributes:
@@ -80,10 +79,9 @@ class Engine(threading.Thread):
         has_served: the session ended well on this rank.
     """
 
-    def __init__(self, encoded, model, others=(), after_join=lambda: None, after_load=lambda: None):
+    def __init__(self, encoded, model, after_join=lambda: None, after_load=lambda: None):
         super().__init__()
         self._descriptor, self.model = decode_descriptor(encoded), model
-        self._others = others
         self._steps = session.SessionSteps(
             after_join=after_join, before_loading=self.begin, after_load=after_load
         )
@@ -100,7 +98,7 @@ class Engine(threading.Thread):
             self.error = error
             return
         self.has_served = True
-        conclude(self._others)
+        conclude([])
 
 
 @pytest.fixture
@@ -249,16 +247,6 @@ def test_an_engine_that_refuses_after_all_was_sent_is_heard(
         assert not any(each.any() for each in engine.model.parameters()), "read otherwise"
     else:
         assert event.waited, "unmapped while the device may read what it was launched for"
-
-
-def test_what_failed_on_another_tp_rank_is_heard_after_the_commit(event, trainer, ring):
-    engine = joined(trainer, others=["TP rank 1: no memory"])
-    send_all(trainer, ring)
-    wait_until_loaded(trainer)
-    trainer.commit(lambda: None)
-    with pytest.raises(EngineFailed, match="TP rank 1: no memory"):
-        trainer.wait_until_published()
-    engine.join()
 
 
 def test_what_must_be_done_before_ends_the_session_before_the_first_byte(event, trainer, ring):

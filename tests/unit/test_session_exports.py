@@ -145,17 +145,6 @@ def test_what_arrives_is_what_was_exported(trainers, mode, weights):
     assert trainers[mode].received(weights) == contents(weights)
 
 
-@pytest.mark.parametrize(("mode", "num_buffers"), (("bucketed", 1), ("flattened", 2)))
-def test_the_report_counts_a_sync(mode, num_buffers):
-    trainer = Trainer(mode)
-    report = trainer.sync([(f"t{i}", torch.ones(64)) for i in range(9)])
-    assert trainer.engine.checks == ["off"]
-    assert (report.num_buckets, report.num_tensors, report.payload_bytes) == (3, 9, 9 * 256)
-    assert (report.num_replayed, report.num_eager) == (0, 3)
-    assert report.staging_bytes == num_buffers * 1024
-    assert {"export", "pack", "load", "commit"} <= set(report.seconds)
-
-
 def noted(seen):
     """An export of three buckets that writes down how far it came."""
     for i in range(12):

@@ -4,18 +4,11 @@ import re
 
 import pytest
 
-from verl_sglang_sync.stages import SLEEP_ORDER, WAKE_ORDER, StageOrder
+from verl_sglang_sync.stages import StageOrder
 
 SECTION = "weight_sync"
 SLEEP = ["kv_cache", "weights"]
 WAKE = ["weights", "sync", "kv_cache"]
-
-
-def test_the_default_is_verls_own():
-    order = StageOrder.of(SECTION, SLEEP_ORDER, WAKE_ORDER)
-    assert order.wake == WAKE_ORDER
-    assert order == StageOrder(("kv_cache", "weights"), ("weights",), ("kv_cache",))
-    assert not order.releases_graphs
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,8 @@
-"""The batched copy's kernel in Triton's interpreter, against torch; on a GPU compiled."""
+"""The batched copy's tables, and that its kernel compiles; what it copies: `test_fused_copies`."""
 
 import os
 import subprocess
 import sys
-from functools import partial
 
 import numpy as np
 import pytest
@@ -11,61 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_loader.common.copy_kernel import TILE_WORDS, interleaved_order, rows_of
-from support.kernel_copies import copy_of, launcher
-from support.remote import run_interpreted
+from sglang_loader.common.copy_kernel import interleaved_order, rows_of
+from support.kernel_copies import copy_of
 
 pytest.importorskip("triton")
-
-# (shape, padding of the source's rows, padding of the target's)
-SHAPES = [
-    ((3,), 0, 0),
-    ((TILE_WORDS,), 0, 0),
-    ((2 * TILE_WORDS + 5,), 0, 0),
-    ((7, 48), 16, 3),
-    ((500, 48), 0, 1),
-    ((3, TILE_WORDS + 1), 2, 0),
-    ((4, 5, 96), 8, 2),
-    ((2, 3, 4, 33), 1, 0),
-    ((3, 8 * TILE_WORDS), 8, 0),
-    ((6, 1), 0, 4),
-    ((0, 8), 0, 0),
-]
-
-
-def copies(device):
-    """Targets in storages filled with -1, those storages, and sources."""
-    targets, whole, sources = [], [], []
-    for shape, src_pad, dst_pad in SHAPES:
-        *outer, run = shape
-        limits = (torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max)
-        source = torch.randint(*limits, (*outer, run + src_pad), device=device)
-        target = torch.full((*outer, run + dst_pad), -1, dtype=torch.int64, device=device)
-        sources.append(source[..., :run])
-        whole.append(target)
-        targets.append(target[..., dst_pad:])
-    return targets, whole, sources
-
-
-def check(device, num_gpus):
-    """All is copied, and nothing else written."""
-    targets, whole, sources = copies(device)
-    launcher(targets, sources, [i % num_gpus for i in range(len(sources))])()
-    for target, storage, source, (_, _, pad) in zip(targets, whole, sources, SHAPES, strict=True):
-        assert torch.equal(target, source), source.shape
-        assert bool((storage[..., :pad] == -1).all()), source.shape
-    launcher(targets[-1:], sources[-1:])()  # nothing to do
-
-
-def test_the_kernel_copies_every_word_and_no_other(tmp_path):
-    run_interpreted(partial(check, "cpu", 3), tmp_path / "log")
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_gpus", [1, 3])
-def test_the_compiled_kernel_copies_every_word_and_no_other(num_gpus):
-    check("cuda", num_gpus)
 
 
 @given(st.lists(st.integers(0, 3), max_size=60))

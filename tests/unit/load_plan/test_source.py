@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from sglang_loader.common import fused_copies
 from sglang_loader.common.bucket_source import BucketMap, BucketSource
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.compose import ByteMap
@@ -18,7 +17,6 @@ from sglang_loader.common.session.messages import BucketPiece
 from sglang_loader.load_plan.compiler import compile_bucket, join_buckets
 from sglang_loader.load_plan.executor import PlanExecutor
 from sglang_loader.load_plan.tracer import trace_bucket
-from support.remote import run_interpreted
 
 SHAPES = [("q", (4, 8)), ("k", (2, 8)), ("v", (2, 8)), ("o", (8, 4)), ("n", (8,))]
 LAYOUT = BucketLayout.pack([(name, shape, torch.float32) for name, shape in SHAPES])
@@ -180,7 +178,7 @@ def test_no_element_is_parted_by_the_end_of_a_shard():
         list(BucketMap([piece]).copies(widened))
 
 
-def check_other_memory():
+def test_memory_may_be_another_in_each_replay():
     """Replays read what the memory has, wherever that is, and its map is gone through once."""
     model, expected = Model(), Model()
     executor, bucket_map, copies = executor_of(model), None, BucketMap.copies
@@ -194,25 +192,6 @@ def check_other_memory():
             assert found.called == (seed == 0)
         expected.load_weights(zip([name for name, _ in SHAPES], tensors, strict=True))
         check_equal(model, expected)
-
-
-def test_memory_may_be_another_in_each_replay():
-    check_other_memory()
-
-
-def check_kernel():
-    """As on a GPU: what is of whole words is copied by the kernel, the rest by torch."""
-    with (
-        mock.patch.object(fused_copies, "is_available", return_value=True),
-        mock.patch.object(fused_copies, "launch", side_effect=fused_copies.launch) as launch,
-    ):
-        check_other_memory()
-    assert launch.call_count == 3
-
-
-def test_the_copy_kernel_reads_any_memory(tmp_path):
-    pytest.importorskip("triton")
-    run_interpreted(check_kernel, tmp_path / "log")
 
 
 class Ignores(nn.Module):

@@ -86,12 +86,6 @@ def test_bounds_and_runs_enclose_exactly_what_is_written(pair):
     assert copy.src_bounds() == src_region.bounds()
 
 
-def test_a_dense_copy_collapses_to_one_run():
-    region = Region(0, (3, 4, 5), (20, 5, 1), 2)
-    copy = describe_copy(7, region, region, BYTES)
-    assert (copy.dims, copy.run, copy.storage) == ((), 120, 7)
-
-
 def test_a_cast_counts_elements():
     unit = Unit(4, 2, ("float32", "bfloat16"))
     copy = describe_copy(0, Region(0, (3, 8), (8, 1), 4), Region(0, (3, 8), (8, 1), 2), unit)
