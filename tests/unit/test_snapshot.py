@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from verl_sglang_sync.sources.snapshot import SourcesChanged, SourcesSnapshot, module_state
+from verl_sglang_sync.sources.snapshot import STEP, SourcesChanged, SourcesSnapshot, module_state
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
 
@@ -30,7 +30,7 @@ def _keep_metrics(layer):
 
 
 def make_module():
-    module = nn.Sequential(*(Layer() for _ in range(8)), nn.Linear(4, 4, bias=False))
+    module = nn.Sequential(*(Layer() for _ in range(STEP)), nn.Linear(4, 4, bias=False))
     for layer in module[:-1]:
         fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
     return fully_shard(module, mesh=init_device_mesh("cpu", (1,)))

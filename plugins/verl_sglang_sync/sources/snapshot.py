@@ -10,7 +10,7 @@ another in its place, may have changed what the export makes of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,12 @@ It may also have a method `trace(device)`, where it knows better than a traced r
 the exported tensors lie (a `TracedExport`): called once the export has been made. And it may be
 marked with an attribute `empties_storages`.
 """
+
+STEP = 64
+"""Tensors that are looked at together."""
+
+Columns = tuple[list[Any], ...]
+"""Properties of some tensors, a list for each property: there are hundreds of tensors."""
 
 
 def module_state(module: nn.Module) -> Sources:
@@ -66,8 +72,9 @@ class SourcesSnapshot:
 
     def __init__(self, now: Mapping[str, torch.Tensor], *, with_addresses: bool = True) -> None:
         self._with_addresses = with_addresses
-        self._then = self._rows(now)
-        locals_ = locals_of(now.values()) if with_addresses else []
+        self._names = list(now)
+        self._then = list(self._columns(list(now.values())))
+        locals_ = locals_of(list(now.values())) if with_addresses else []
         # As long as these live, no new storage gets the identity of one in the snapshot.
         self._refs = [StorageWeakRef(local.untyped_storage()) for local in locals_]
 
@@ -83,32 +90,43 @@ class SourcesSnapshot:
             raise SourcesChanged(f"{other} is not {which} it was when the export was traced")
 
     def _first_other(self, now: Mapping[str, torch.Tensor]) -> str | None:
-        rows, then = self._rows(now), self._then
-        if [name for name, *_ in rows] != [name for name, *_ in then]:
-            return f"the list of the trainer's {len(then)} tensors, {len(now)} now,"
-        pairs = zip(rows, then, strict=True)
-        return next((row[0] for row, before in pairs if row != before), None)
+        if list(now) != self._names:
+            return f"the list of the trainer's {len(self._names)} tensors, {len(now)} now,"
+        columns = self._columns(list(now.values()))
+        for number, (some, then) in enumerate(zip(columns, self._then, strict=True)):
+            if some != then:
+                rows = zip(zip(*some, strict=True), zip(*then, strict=True), strict=True)
+                first = [row == before for row, before in rows].index(False)
+                return self._names[number * STEP + first]
+        return None
 
-    def _rows(self, tensors: Mapping[str, torch.Tensor]) -> list[tuple[Any, ...]]:
-        """By tensor, its name and what is compared. Without addresses, the number of the first
-        tensor in a storage stands for it.
+    def _columns(self, tensors: Sequence[torch.Tensor]) -> Iterator[Columns]:
+        """What is compared, of `STEP` tensors: few objects live at a time, for Python's garbage
+        collector. Without addresses, the first tensor's position stands for its storage.
         """
-        rows, first = list[tuple[Any, ...]](), dict[int, int]()
-        for (name, tensor), local in zip(tensors.items(), locals_of(tensors.values()), strict=True):
-            storage = local.untyped_storage()._cdata
+        first: dict[int, int] = {}
+        for start in range(0, len(tensors), STEP):
+            some = tensors[start : start + STEP]
+            locals_ = locals_of(some)
+            storages = [local.untyped_storage()._cdata for local in locals_]
             if self._with_addresses:
-                place = local.data_ptr()
+                places = list(map(torch.Tensor.data_ptr, locals_))
             else:
-                storage, place = first.setdefault(storage, len(rows)), int(local.storage_offset())
-            layout = local.shape, local.stride(), local.dtype, local.device
-            sharded = None
-            if isinstance(tensor, DTensor):
-                sharded = tensor.shape, tensor.placements, tensor.device_mesh
-            rows.append((name, storage, place, *layout, sharded))
-        return rows
+                storages = [first.setdefault(each, i) for i, each in enumerate(storages, start)]
+                places = [int(local.storage_offset()) for local in locals_]
+            yield (
+                *(storages, places, list(map(torch.Tensor.stride, locals_))),
+                [local.shape for local in locals_],
+                [local.dtype for local in locals_],
+                [local.device for local in locals_],
+                [
+                    (t.shape, t.placements, t.device_mesh) if isinstance(t, DTensor) else None
+                    for t in some
+                ],
+            )
 
 
-def locals_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def locals_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     with torch.no_grad():
         return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
 
