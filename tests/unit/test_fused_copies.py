@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sglang_loader.common import fused_copies
 from sglang_loader.common.copies import gather_reads
-from sglang_loader.common.copy_kernel import TILE_WORDS, Rows, tables_of
+from sglang_loader.common.copy_kernel import TILE_WORDS, tables_of
 from sglang_loader.common.fused_copies import FusedCopies
 from sglang_loader.common.regions.arrangement import Read, arranged_nbytes
 from support.remote import run_interpreted
@@ -78,7 +78,7 @@ def test_torch_copies_what_the_reference_gathers(case):
 
 def move_words(tiles, rows):
     """What the kernel does, by the addresses of its table."""
-    _, in_order = tables_of([Rows(*row) for row in rows.tolist()])
+    _, in_order = tables_of(rows.tolist())
     assert sorted(tiles.tolist()) == in_order.tolist()
     for source, target, src_stride, dst_stride, run, num_rows in rows.tolist():
         for row in range(num_rows):
