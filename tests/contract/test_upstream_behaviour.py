@@ -302,7 +302,7 @@ class TestMemory:
         """For `sglang_loader.host_backup.allocations`: we list the memory saver's own pools."""
         from torch_memory_saver import entrypoint, torch_memory_saver
 
-        from sglang_loader.host_backup.backup import allocations
+        from sglang_loader.host_backup import allocations
 
         segment = {"total_size": 4, "device": 0}
         pool = SimpleNamespace(snapshot=lambda include_traces: [segment])
