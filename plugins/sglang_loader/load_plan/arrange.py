@@ -4,9 +4,8 @@
     if arranged is not None:
         replay_once(arranged.plan, destinations, load_weights, gathered)
 
-The arranged bytes are in the order of the bucket. Tensors that the model's loader loads, or that
-are read more than once, come whole. Arrangements are made when a trainer first asks for them, and
-`verify.why_misarranged` proves them.
+The arranged bytes are in the order of the bucket. Tensors that are read more than once come whole.
+Arrangements are made when a trainer first asks for them, and `verify.why_misarranged` proves them.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ def arrange(plan: BucketPlan) -> ArrangedBucket | None:
         read[tensor] += _nbytes_read(piece)
     repeated = {tensor for tensor, nbytes in read.items() if nbytes > layout.tensors[tensor].nbytes}
     packing = PackingState(layout)
-    placed = {tensor: packing.add_whole(tensor) for tensor in sorted({*plan.rest, *repeated})}
+    placed = {tensor: packing.add_whole(tensor) for tensor in sorted(repeated)}
     copies = []
     for tensor, piece in sorted(pieces, key=lambda pair: pair[1].src):
         if tensor in placed:
@@ -106,18 +105,12 @@ def arrange(plan: BucketPlan) -> ArrangedBucket | None:
             copies.append(replace(piece, src=src))
         else:
             copies.append(packing.add(piece, tensor))
-    rebased = replace(
-        plan,
-        copies=tuple(coalesce(copies)),
-        rest={tensor: placed[tensor] for tensor in plan.rest},
-    )
-    return ArrangedBucket(tuple(packing.reads), rebased)
+    return ArrangedBucket(tuple(packing.reads), replace(plan, copies=tuple(coalesce(copies))))
 
 
 def num_bytes_read(plan: BucketPlan) -> int:
     """A quick estimate of how many bytes an arrangement of this plan would have."""
-    copied = sum(_nbytes_read(copy) for copy in plan.copies)
-    return copied + sum(plan.layout.tensors[i].nbytes for i in plan.rest)
+    return sum(map(_nbytes_read, plan.copies))
 
 
 class PackingState:
