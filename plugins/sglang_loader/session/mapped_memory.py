@@ -161,7 +161,8 @@ def _check_within(
         if offset + length > sizes[slot]:
             raise SessionError(f"a shard of bucket {index} leaves the buffer of {sizes[slot]}")
     room = sum(length for _, _, length in piece.shards) if piece.shards else sizes[piece.slot]
-    if piece.bytes.nbytes != piece.nbytes or piece.bytes.stop > room:
+    places = piece.bytes
+    if places.nbytes != piece.nbytes or places.stop > room:
         raise SessionError(f"a piece of bucket {index} at byte {piece.start} leaves its memory")
     if piece.start + piece.nbytes > bucket_nbytes:
         raise SessionError(f"a piece of bucket {index} leaves the bucket's {bucket_nbytes} bytes")
