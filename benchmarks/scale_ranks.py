@@ -159,7 +159,7 @@ class EngineRank:
         plan = BucketPlan(
             layout,
             tuple(coalesce(copies)),
-            rest=nothing,
+            rest=BucketLayout((), 0),
             written=nothing,
             live_in=nothing,
             writes=nothing,

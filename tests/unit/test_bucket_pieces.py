@@ -134,3 +134,10 @@ def test_memory_that_is_too_short_now_is_refused():
         sources.of(message(), memory_in_slots(16, 15), 24)
     with pytest.raises(SessionError, match="slot 1: not mapped"):
         sources.of(message(), {3: torch.zeros(16, dtype=torch.uint8)}, 24)
+
+
+def test_pieces_that_leave_a_smaller_bucket_now_are_refused():
+    sources, slots = SourceCache(), memory_in_slots(16, 16)
+    sources.of(message(), slots, 24)
+    with pytest.raises(SessionError, match="leaves the bucket's 16 bytes"):
+        sources.of(message(), slots, 16)

@@ -64,8 +64,14 @@ def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
 
 def leaves(value: Any) -> list[Any]:
     """The leaves of nested lists, tuples and dicts: arguments or results of an operator."""
+    if not isinstance(value, (list, tuple, dict)):
+        return [value]
     found: list[Any] = []
-    map_leaves(found.append, value)
+    for item in value.values() if isinstance(value, dict) else value:
+        if isinstance(item, (list, tuple, dict)):
+            found += leaves(item)
+        else:
+            found.append(item)
     return found
 
 

@@ -4,9 +4,8 @@
     if arranged is not None:
         replay_once(arranged.plan, destinations, load_weights, gathered)
 
-The arranged bytes are in the order of the bucket. Tensors that the model's loader loads, or that
-are read more than once, come whole. Arrangements are made when a trainer first asks for them, and
-`verify.why_misarranged` proves them.
+The arranged bytes are in the order of the bucket. Tensors that are read more than once come whole.
+Arrangements are made when a trainer first asks for them, and `verify.why_misarranged` proves them.
 """
 
 from __future__ import annotations
@@ -18,13 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
 
-from sglang_loader.common.layout import (
-    ALIGNMENT_BYTES,
-    BucketLayout,
-    digest_of,
-    encode_arrangements,
-    encode_layout,
-)
+from sglang_loader.common.layout import BucketLayout, digest_of, encode_arrangements, encode_layout
 from sglang_loader.common.regions.arrangement import Arrangement, Read, arranged_nbytes
 from sglang_loader.common.regions.coalesce import coalesce
 from sglang_loader.common.regions.geometry import BYTES, StridedCopy, Unit, collapse, split_copy
@@ -98,7 +91,11 @@ def arrange(plan: BucketPlan) -> ArrangedBucket | None:
         read[tensor] += _nbytes_read(piece)
     repeated = {tensor for tensor, nbytes in read.items() if nbytes > layout.tensors[tensor].nbytes}
     packing = PackingState(layout)
-    placed = {tensor: packing.add_whole(tensor) for tensor in sorted({*plan.rest, *repeated})}
+    placed = {}
+    for tensor in sorted(repeated):
+        entry = layout.tensors[tensor]
+        whole = StridedCopy(0, entry.offset, entry.offset, (), entry.nbytes)
+        placed[tensor] = packing.add(whole, tensor).src
     copies = []
     for tensor, piece in sorted(pieces, key=lambda pair: pair[1].src):
         if tensor in placed:
@@ -106,18 +103,12 @@ def arrange(plan: BucketPlan) -> ArrangedBucket | None:
             copies.append(replace(piece, src=src))
         else:
             copies.append(packing.add(piece, tensor))
-    rebased = replace(
-        plan,
-        copies=tuple(coalesce(copies)),
-        rest={tensor: placed[tensor] for tensor in plan.rest},
-    )
-    return ArrangedBucket(tuple(packing.reads), rebased)
+    return ArrangedBucket(tuple(packing.reads), replace(plan, copies=tuple(coalesce(copies))))
 
 
 def num_bytes_read(plan: BucketPlan) -> int:
     """A quick estimate of how many bytes an arrangement of this plan would have."""
-    copied = sum(_nbytes_read(copy) for copy in plan.copies)
-    return copied + sum(plan.layout.tensors[i].nbytes for i in plan.rest)
+    return sum(map(_nbytes_read, plan.copies))
 
 
 class PackingState:
@@ -128,14 +119,6 @@ class PackingState:
         self._layout = layout
         self._stop = 0
         self._starts: dict[tuple[Read, Unit], int] = {}
-
-    def add_whole(self, tensor: int) -> int:
-        """Add all of a tensor; returns where it starts in the buffer."""
-        entry = self._layout.tensors[tensor]
-        start = self._stop + -self._stop % ALIGNMENT_BYTES + entry.offset % UNIT_ALIGNMENT
-        self.reads.append(Read(tensor, 0, (), entry.nbytes, start))
-        self._stop = start + entry.nbytes
-        return start
 
     def add(self, piece: StridedCopy, tensor: int) -> StridedCopy:
         """Add what `piece` reads, unless it is there already; returns the copy that reads it."""

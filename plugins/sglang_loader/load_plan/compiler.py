@@ -31,7 +31,7 @@ from sglang_loader.common.regions.intervals import (
 )
 from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.left_out import derived_writes, recomputed, why_stale
-from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, PlanRefused
+from sglang_loader.load_plan.plan import SCRATCH, BucketPlan, LoadPlan, PlanRefused
 from sglang_loader.load_plan.trace import Space, Step, TracedBucket, in_space
 
 
@@ -49,14 +49,21 @@ def compile_bucket(traced: TracedBucket) -> BucketPlan:
     loaded = [step for step, tensors in steps if tensors & rest]
     coalesced = coalesce(copies)
     written, live_in = _effects(coalesced, loaded)
+    left = [traced.layout.tensors[i] for i in sorted(rest)]
+    scratch = BucketLayout.pack((t.name, t.shape, t.dtype) for t in left)
+    to_scratch = (
+        StridedCopy(SCRATCH, tensor.offset, place.offset, (), tensor.nbytes)
+        for tensor, place in zip(left, scratch.tensors, strict=True)
+        if tensor.nbytes
+    )
     writes: dict[int, list[Interval]] = defaultdict(list)
     for step, _ in steps:
         for ref in in_space(step.writes, Space.DESTINATION):
             writes[ref.index].append(ref.region.bounds())
     return BucketPlan(
         layout=traced.layout,
-        copies=tuple(coalesced),
-        rest={i: traced.layout.tensors[i].offset for i in sorted(rest)},
+        copies=(*coalesced, *to_scratch),
+        rest=scratch,
         written=written,
         live_in=live_in,
         writes={storage: tuple(merge(found)) for storage, found in writes.items()},

@@ -18,12 +18,8 @@ import torch
 
 from sglang_loader.common.bucket_source import BucketMap, BucketSource
 from sglang_loader.common.fused_copies import FusedCopies
-from sglang_loader.common.regions.geometry import StridedCopy
 from sglang_loader.load_plan.destinations import Destinations
-from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, LoadWeights
-
-SCRATCH = -1
-"""Number that stands for the scratch buffer of what the model's loader loads, beside storages'."""
+from sglang_loader.load_plan.plan import SCRATCH, BucketPlan, LoadPlan, LoadWeights
 
 
 @dataclass(frozen=True)
@@ -52,8 +48,7 @@ class PlanExecutor:
         self._found: WeakKeyDictionary[BucketMap, _Copies] = WeakKeyDictionary()
         self._bound: WeakKeyDictionary[BucketSource, _Binding] = WeakKeyDictionary()
         self._scratch: WeakValueDictionary[torch.device, torch.Tensor] = WeakValueDictionary()
-        rest = (bucket.rest_layout().nbytes for bucket in plan.buckets)
-        self._scratch_nbytes = max(rest, default=0)
+        self._scratch_nbytes = max((bucket.rest.nbytes for bucket in plan.buckets), default=0)
 
     def replay(self, index: int, source: BucketSource, arranged: BucketPlan | None = None) -> None:
         """Load a bucket from `source`, asynchronously on the current stream, except for the tensors
@@ -87,26 +82,22 @@ def replay_once(
     plan: BucketPlan, destinations: Destinations, load_weights: LoadWeights, buffer: torch.Tensor
 ) -> None:
     """`PlanExecutor.replay` of one bucket's plan; the binding is not kept."""
-    scratch, source = _empty(plan.rest_layout().nbytes, buffer.device), BucketSource.flat(buffer)
+    scratch, source = _empty(plan.rest.nbytes, buffer.device), BucketSource.flat(buffer)
     _Copies(plan, source.map).bind(destinations.memory, source, scratch).run(load_weights)
 
 
 def copy_to_new_memory(
     plan: BucketPlan, storage: int, memory: Sequence[torch.Tensor], buffer: torch.Tensor
 ) -> torch.Tensor:
-    """Do a plan's copies to one storage in new memory instead, which is zero elsewhere.
-
-    Args:
-        storage: the storage's number; `SCRATCH`: what the model's loader would be given.
-        memory: the model's storages, which are not written.
+    """Do a plan's copies to one storage, or to the `SCRATCH`, in new memory instead, which is zero
+    elsewhere. `memory`: the model's storages, which are not written.
     """
-    is_scratch = storage == SCRATCH
-    copies = tuple(copy for copy in plan.copies if copy.storage == storage)
-    plan = replace(plan, copies=copies, rest=plan.rest if is_scratch else {})
-    source, scratch = BucketSource.flat(buffer), _empty(plan.rest_layout().nbytes, buffer.device)
-    target = scratch.zero_() if is_scratch else torch.zeros_like(memory[storage])
-    targets = [target if number == storage else other for number, other in enumerate(memory)]
-    for copy in _Copies(plan, source.map).bind(targets, source, scratch).copies:
+    plan = replace(plan, copies=tuple(copy for copy in plan.copies if copy.storage == storage))
+    source, scratch = BucketSource.flat(buffer), _empty(plan.rest.nbytes, buffer.device)
+    target = torch.zeros_like(scratch if storage == SCRATCH else memory[storage])
+    targets = [*memory, scratch]
+    targets[storage] = target
+    for copy in _Copies(plan, source.map).bind(targets[:-1], source, targets[-1]).copies:
         copy()
     return target
 
@@ -121,18 +112,14 @@ class _Copies:
 
     def __init__(self, plan: BucketPlan, bucket_map: BucketMap) -> None:
         self.plan = plan
-        self._rest = plan.rest_layout()
-        copies = list(plan.copies)
-        for src, tensor in zip(plan.rest.values(), self._rest.tensors, strict=True):
-            if tensor.nbytes:
-                copies.append(StridedCopy(SCRATCH, src, tensor.offset, (), tensor.nbytes))
-        self._fused = FusedCopies([found for copy in copies for found in bucket_map.copies(copy)])
+        found = (found for copy in plan.copies for found in bucket_map.copies(copy))
+        self._fused = FusedCopies(list(found))
 
     def bind(
         self, storages: Sequence[torch.Tensor], source: BucketSource, scratch: torch.Tensor
     ) -> _Binding:
         """Bind the copies to the memory of `source`."""
-        targets = *storages, scratch
+        targets = *storages, scratch  # the last is number `SCRATCH`
         copies = self._fused.between(source.memories, targets, source.device)
         with torch.inference_mode(False), torch.no_grad():
-            return _Binding(self.plan, copies, self._rest.views(scratch), scratch)
+            return _Binding(self.plan, copies, self.plan.rest.views(scratch), scratch)

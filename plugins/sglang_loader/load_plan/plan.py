@@ -4,9 +4,9 @@ loader puts it.
 A `LoadPlan` is made once (`compiler`), executed many times (`executor`), and for each bucket holds
 
 - `copies`: strided copies straight from the bucket into destination storages, in any order, no byte
-  written twice;
+  written twice, and into the scratch buffer;
 - `rest`: the tensors that the loader does not only copy (it adds them, derives a buffer, calls
-  `cat`): it loads them itself, after the copies.
+  `cat`): it loads them itself, after the copies, from the scratch buffer.
 
 Its `coverage` are the bytes of the model that a whole sync is proven to overwrite.
 """
@@ -29,6 +29,10 @@ LoadWeights: TypeAlias = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 """A model's own `load_weights`: takes `(name, tensor)` pairs."""
 
 
+SCRATCH = -1
+"""`StridedCopy.storage` of a copy to the scratch buffer, beside the numbers of storages."""
+
+
 class PlanRefused(RuntimeError):
     """No plan can be made; the text says why, for a log. The weights are as the model's own
     `load_weights` leaves them, so the caller goes on eagerly.
@@ -49,8 +53,8 @@ class BucketPlan:
     """How to load one bucket.
 
     Attributes:
-        rest: tensors that `load_weights` loads, by position in the layout: the first byte of each
-            in the buffer that the plan reads. The loader gets a copy, which it may change.
+        rest: tensors that `load_weights` loads, where they lie in the scratch buffer. `copies`
+            bring them there: the loader may change what it gets.
         written: by destination storage the byte ranges that this bucket surely overwrites.
         live_in: by destination storage the byte ranges of which the loading of `rest` reads the old
             content.
@@ -64,7 +68,7 @@ class BucketPlan:
 
     layout: BucketLayout
     copies: tuple[StridedCopy, ...]
-    rest: Mapping[int, int]
+    rest: BucketLayout
     written: Mapping[int, tuple[Interval, ...]]
     live_in: Mapping[int, tuple[Interval, ...]]
     writes: Mapping[int, tuple[Interval, ...]]
@@ -76,11 +80,6 @@ class BucketPlan:
     def touched(self) -> set[int]:
         """Destination storages that `load_weights` may write to."""
         return {*self.writes, *(ref.index for step in self.left_out for ref in step.targets)}
-
-    def rest_layout(self) -> BucketLayout:
-        """The tensors of `rest` alone, in their order."""
-        tensors = (self.layout.tensors[i] for i in self.rest)
-        return BucketLayout.pack((t.name, t.shape, t.dtype) for t in tensors)
 
 
 @dataclass(frozen=True)
@@ -98,9 +97,11 @@ class LoadPlan:
 
     @property
     def num_copies(self) -> int:
-        return sum(len(bucket.copies) for bucket in self.buckets)
+        """Copies of a sync to the model."""
+        copies = (copy for bucket in self.buckets for copy in bucket.copies)
+        return sum(copy.storage != SCRATCH for copy in copies)
 
     @property
     def num_rest(self) -> int:
         """Tensors of a sync that the model's loader loads."""
-        return sum(len(bucket.rest) for bucket in self.buckets)
+        return sum(len(bucket.rest.tensors) for bucket in self.buckets)

@@ -38,8 +38,8 @@ from sglang_loader.load_plan.destinations import (
     collect_destinations,
     first_difference,
 )
-from sglang_loader.load_plan.executor import SCRATCH, copy_to_new_memory, replay_once
-from sglang_loader.load_plan.plan import BucketPlan, LoadWeights
+from sglang_loader.load_plan.executor import copy_to_new_memory, replay_once
+from sglang_loader.load_plan.plan import SCRATCH, BucketPlan, LoadWeights
 
 POISON = 0xA5
 _KEPT_BITS = {
@@ -126,7 +126,7 @@ def why_misarranged(
     both copy random bytes to new memory, one storage at a time. Returns the difference, or None.
     """
     arrangement, rebased = arranged
-    storages = sorted({copy.storage for copy in (*bucket.copies, *rebased.copies)})
+    storages = sorted({copy.storage for copy in (*bucket.copies, *rebased.copies)} - {SCRATCH})
     memory = destinations.memory
     device = memory[storages[0]].device if storages else torch.device("cpu")
     # Not by torch's own generator, of which all TP ranks sample in step. Small: finite numbers.

@@ -103,7 +103,7 @@ class SourceCache:
             SessionError: a piece lies in no buffer, or leaves it or the bucket.
         """
         entries = self._by_index[message.index]
-        entry = next((each for each in entries if each.matches(message.pieces, slots)), None)
+        entry = next((each for each in entries if each.matches(message, slots, nbytes)), None)
         if entry is None:
             entry = _CachedSource.of(message, slots, nbytes)
             entries.append(entry)
@@ -121,11 +121,12 @@ class SourceCache:
 
 @dataclass
 class _CachedSource:
-    """The encoded pieces of a message, the length of the buffer in each slot that they lie in, and
-    the map and last source made of them.
+    """The encoded pieces of a message, the bucket's size, the length of the buffer in each slot
+    that the pieces lie in, and the map and last source made of them.
     """
 
     pieces: bytes
+    nbytes: int
     sizes: dict[int, int]
     map: BucketMap
     source: BucketSource | None = None
@@ -141,11 +142,13 @@ class _CachedSource:
                     raise SessionError(f"bucket {message.index} lies in slot {slot}: not mapped")
                 sizes[slot] = buffers[slot].numel()
             _check_within(piece, sizes, nbytes, message.index)
-        return cls(message.pieces, sizes, BucketMap(pieces))
+        return cls(message.pieces, nbytes, sizes, BucketMap(pieces))
 
-    def matches(self, pieces: bytes, buffers: Mapping[int, torch.Tensor]) -> bool:
-        """True if these are the same pieces, in buffers of the same lengths."""
-        if pieces != self.pieces:
+    def matches(
+        self, message: wire.LoadBucket, buffers: Mapping[int, torch.Tensor], nbytes: int
+    ) -> bool:
+        """True if it is the same pieces, of as large a bucket, in buffers of the same lengths."""
+        if (message.pieces, nbytes) != (self.pieces, self.nbytes):
             return False
         return all(s in buffers and buffers[s].numel() == n for s, n in self.sizes.items())
 
@@ -158,7 +161,8 @@ def _check_within(
         if offset + length > sizes[slot]:
             raise SessionError(f"a shard of bucket {index} leaves the buffer of {sizes[slot]}")
     room = sum(length for _, _, length in piece.shards) if piece.shards else sizes[piece.slot]
-    if piece.bytes.nbytes != piece.nbytes or piece.bytes.stop > room:
+    places = piece.bytes
+    if places.nbytes != piece.nbytes or places.stop > room:
         raise SessionError(f"a piece of bucket {index} at byte {piece.start} leaves its memory")
     if piece.start + piece.nbytes > bucket_nbytes:
         raise SessionError(f"a piece of bucket {index} leaves the bucket's {bucket_nbytes} bytes")

@@ -185,7 +185,7 @@ class ModelLoader:
             self._drop_plan(reason)
         arranged_plan = self._arranged_plan(index) if arranged else None
         if self._load_mode is _LoadMode.REPLAY and self._replay(index, source, arranged_plan):
-            return self.plan is not None and not self.plan.buckets[index].rest
+            return self.plan is not None and not self.plan.buckets[index].rest.tensors
         is_first = index == 0 and self._load_mode is _LoadMode.RECORD
         if is_first and (reason := self._why_not_recorded(layout)):
             self._note(reason)

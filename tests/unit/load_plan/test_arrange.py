@@ -27,7 +27,7 @@ from sglang_loader.load_plan.arrange import (
     num_bytes_read,
 )
 from sglang_loader.load_plan.compiler import compile_bucket
-from sglang_loader.load_plan.plan import BucketPlan
+from sglang_loader.load_plan.plan import SCRATCH, BucketPlan
 from sglang_loader.load_plan.tracer import trace_bucket
 from sglang_loader.load_plan.verify import check_bucket, why_misarranged
 from support.plan_check import differing, gather, snapshot
@@ -41,7 +41,7 @@ def plan_of(layout, copies):
     return BucketPlan(
         layout=layout,
         copies=tuple(copies),
-        rest={},
+        rest=BucketLayout((), 0),
         written={},
         live_in={},
         host_reads=(),
@@ -277,7 +277,7 @@ def arranged_half():
     model, buffer = Half(), random_bucket(0)
     traced = trace_bucket(model, model.load_weights, LAYOUT, buffer)
     plan = compile_bucket(traced)
-    assert plan.rest and plan.copies
+    assert plan.rest.tensors and plan.copies
     assert check_bucket(model, plan, traced.destinations, model.load_weights, buffer) is None
     arranged = arrange(plan)
     assert arranged is not None
@@ -291,14 +291,16 @@ def test_a_plan_that_reads_an_arranged_buffer_otherwise_is_found_out():
     plan = compile_bucket(trace_bucket(model, model.load_weights, LAYOUT, buffer))
     before, random_state = snapshot(destinations), torch.get_rng_state()
     assert why_misarranged(plan, (arrangement, rebased), destinations) is None
-    first, *others = rebased.copies
+    scratch = [copy for copy in rebased.copies if copy.storage == SCRATCH]
+    first, *others = [copy for copy in rebased.copies if copy.storage != SCRATCH]
+    others += scratch
     shifted = [replace(first, src=first.src + 8), *others]
-    a, b, *more = rebased.rest
-    swapped = {a: rebased.rest[b], b: rebased.rest[a], **{i: rebased.rest[i] for i in more}}
+    a, b, *more = scratch
+    swapped = [replace(a, src=b.src), replace(b, src=a.src), *more]
     for wrong in (
         replace(rebased, copies=tuple(shifted)),
         replace(rebased, copies=tuple(others)),
-        replace(rebased, rest=swapped),
+        replace(rebased, copies=(first, *others[: -len(scratch)], *swapped)),
     ):
         assert why_misarranged(plan, (arrangement, wrong), destinations) is not None
     far = replace(rebased, copies=(replace(first, src=arranged_nbytes(arrangement)),))

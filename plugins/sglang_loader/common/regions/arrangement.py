@@ -54,20 +54,13 @@ class Read:
         """End of the last byte read, as an offset in the tensor."""
         return self.offset + sum((count - 1) * stride for count, stride in self.dims) + self.run
 
-    @property
-    def steps(self) -> tuple[int, ...]:
-        """Strides of `dims` in the arranged buffer, in bytes."""
-        steps, step = [], self.run
-        for count, _ in reversed(self.dims):
-            steps.append(step)
-            step *= count
-        return tuple(reversed(steps))
-
     def as_copy(self) -> StridedCopy:
         """The copy from the tensor to the arranged buffer."""
-        pairs = zip(self.dims, self.steps, strict=True)
-        dims = tuple((count, stride, step) for (count, stride), step in pairs)
-        return StridedCopy(0, self.offset, self.start, dims, self.run)
+        dims, step = [], self.run  # innermost first; `step`: stride in the arranged buffer
+        for count, stride in reversed(self.dims):
+            dims.append((count, stride, step))
+            step *= count
+        return StridedCopy(0, self.offset, self.start, tuple(reversed(dims)), self.run)
 
     @classmethod
     def from_copy(cls, copy: StridedCopy, tensor: int) -> Read:
