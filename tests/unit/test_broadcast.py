@@ -228,9 +228,7 @@ def test_a_session_is_served_in_the_group_of_its_trainer_alone(work, joined):
         group_hooks.groups_of(joined, unknown)
     begin(group_hooks.receiver, 1)
     group_hooks.receiver.release()  # of a session that failed
-    with pytest.raises(
-        SessionError, match="weight_sync_a.* is not used again: a sync in it has failed"
-    ):
+    with pytest.raises(SessionError, match="is not used again: a sync in it has failed"):
         group_hooks.groups_of(joined, DESCRIPTOR)
 
 
