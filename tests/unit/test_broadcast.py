@@ -172,14 +172,6 @@ def test_what_comes_neither_by_broadcast_nor_in_the_groups_parts_is_not_received
     assert not receiver._incoming
 
 
-@pytest.mark.parametrize("piece", [(1, 0, 0, 8), (0, 0, 0, 16), (0, 256, 0, 8)])
-def test_pieces_elsewhere_than_in_what_was_received_are_refused(work, receiver, piece):
-    work.completed = True
-    begin(receiver, 1)
-    with pytest.raises(SessionError, match=r"not mapped|leaves the b|leaves its m"):
-        receiver.source(bucket(0, pieces=wire.encode_pieces([wire.BucketPiece(*piece)])), 8)
-
-
 SECRET = b"of the group"
 DESCRIPTOR = wire.signed(
     msgspec.structs.replace(OF_NO_GROUP, endpoint="tcp://10.0.0.1:4567", group="weight_sync_a"),

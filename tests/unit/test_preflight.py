@@ -55,13 +55,11 @@ GOOD = {
     "as it is": {},
     "staged": {f"{ROLLOUT}.multi_stage_wake_up": True},
     "smallest bucket": {BUCKET: 1},
-    "merged LoRA": {f"{MODEL}.lora_rank": 8, f"{MODEL}.lora.merge": True},
     "merged Megatron LoRA": {f"{MODEL}.lora.rank": 8, f"{MODEL}.lora.merge": True},
     "users' loaders": {LOADER: ["my.loader"]},
     "graphs asleep": GRAPHS,
     "no graphs": {f"{ROLLOUT}.enforce_eager": True},
     "fp8": {f"{ROLLOUT}.quantization": "fp8"},
-    "nccl": {f"{ROLLOUT}.checkpoint_engine.backend": "nccl"},
 }
 
 

@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 
 from support.router import serving
+from support.sglang_server import loopback
 from verl_sglang_sync.engine.server_client import client, operations
 from verl_sglang_sync.engine.server_client.client import (
     ATTEMPTS,
@@ -167,10 +168,8 @@ def test_each_endpoint_gets_its_payload_and_the_key_that_sglang_wants(call, sent
 
 
 def test_an_ipv6_server():
-    try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    except OSError as error:
-        pytest.skip(f"this host has no IPv6 loopback: {error}")
+    if loopback() != "::1":
+        pytest.skip("this host has no IPv6 loopback")
     server = Server()
     talk(server, RELEASE, host="::1", base="{url}/")  # the slash does no harm
     assert server.url.startswith("http://[::1]:")

@@ -140,12 +140,6 @@ def linked(parent):
     return f"ipc://{parent}/{PREFIX}x/1"
 
 
-def a_file(parent):
-    bound(parent / f"{PREFIX}x" / "real")
-    (parent / f"{PREFIX}x" / "1").touch()
-    return f"ipc://{parent}/{PREFIX}x/1"
-
-
 FOREIGN = {
     "tcp": lambda parent: "tcp://127.0.0.1:5555",
     "abstract": lambda parent: f"ipc://@{parent}/{PREFIX}x/1",
@@ -155,7 +149,6 @@ FOREIGN = {
     "open to others": lambda parent: bound(parent / f"{PREFIX}x" / "1", mode=0o711),
     "a folder that is a link": in_a_link,
     "a socket that is a link": linked,
-    "a file": a_file,
 }
 
 
