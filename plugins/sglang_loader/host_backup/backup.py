@@ -86,8 +86,7 @@ class WeightsBackup:
         now = self._allocations(model)
         freed = subtract(self._undefined, now.ranges)
         self._undefined = subtract(self._undefined, freed)
-        worth_saving = subtract(now.ranges, [*self._covered, *self._undefined])
-        wanted = bridged(worth_saving, now.ranges)
+        wanted = self._worth_saving(now.ranges)
         kept = self._saved
         if kept is None or not all(contains(kept.ranges, piece) for piece in wanted):
             self._saved = kept = None  # before the next one is made
@@ -171,6 +170,10 @@ class WeightsBackup:
         self.sync.complete()
         self._undefined = subtract(self._undefined, self._covered)
         self._free_if_defined()
+
+    def _worth_saving(self, allocated: tuple[Interval, ...]) -> list[Interval]:
+        left = subtract(allocated, [*self._covered, *self._undefined])
+        return bridged(left, allocated)
 
     def _free_if_defined(self) -> None:
         if not self._undefined and self._lost is None:
