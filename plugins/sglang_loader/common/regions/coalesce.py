@@ -42,8 +42,10 @@ def join_adjacent(copies: Sequence[StridedCopy]) -> list[StridedCopy]:
     """Contiguous copies that continue each other on both sides become one, by destination."""
     joined: list[StridedCopy] = []
     for copy in sorted(copies, key=lambda c: (c.storage, c.dst)):
-        if joined and _continues(joined[-1], copy):
-            joined[-1] = replace(joined[-1], run=joined[-1].run + copy.run)
+        last = joined[-1] if joined else None
+        if last is not None and _continues(last, copy):
+            run = last.run + copy.run
+            joined[-1] = StridedCopy(last.storage, last.src, last.dst, (), run, last.unit)
         else:
             joined.append(copy)
     return joined
@@ -73,9 +75,14 @@ def find_overlapping(copies: Sequence[StridedCopy]) -> set[int]:
 
 
 def _continues(last: StridedCopy, copy: StridedCopy) -> bool:
-    src = last.src + last.run * last.unit.src_bytes
-    dst = last.dst + last.run * last.unit.dst_bytes
-    return not last.dims and copy == replace(last, src=src, dst=dst, run=copy.run)
+    return (
+        last.storage == copy.storage
+        and last.unit == copy.unit
+        and not last.dims
+        and not copy.dims
+        and last.src + last.run * last.unit.src_bytes == copy.src
+        and last.dst + last.run * last.unit.dst_bytes == copy.dst
+    )
 
 
 def _fold_group(group: list[StridedCopy]) -> Iterator[StridedCopy]:
@@ -110,11 +117,12 @@ def _count_repeats(group: list[StridedCopy], at: int, period: int) -> int:
     stop = at + 2 * period
     if stop > len(group):
         return 1
-    if any(_stride(group, lane, period)[0] < 0 for lane in range(at, at + period)):
-        return 1  # torch has no negative strides
-    while stop < len(group) and (
-        _stride(group, stop - period, period) == _stride(group, stop - 2 * period, period)
-    ):
+    strides = [_stride(group, lane, period) for lane in range(at, at + period)]
+    if any(src < 0 for src, _ in strides):  # torch has no negative strides
+        return 1
+    while stop < len(group):
+        if _stride(group, stop - period, period) != strides[(stop - at) % period]:
+            break
         stop += 1
     return (stop - at) // period
 
