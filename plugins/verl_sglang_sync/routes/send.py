@@ -65,12 +65,13 @@ class SentBuckets(ShardBuckets):
 
     def difference(self, index: int, exported: Sequence[torch.Tensor] | None) -> str | None:
         """Pack a bucket, and compare the bytes for each engine rank with the exported tensors."""
+        if exported is None:
+            return None
         first, device = self.plan.first_reader, self._route._device
         for rank, arrangement in enumerate(self.plan.reads[index][first:], first):
-            if exported is not None:
-                whole = gather_reads(arrangement, exported, device)
-                if (problem := self._difference_for(rank, index, whole)) is not None:
-                    return problem
+            whole = gather_reads(arrangement, exported, device)
+            if (problem := self._difference_for(rank, index, whole)) is not None:
+                return problem
         return None
 
     def _difference_for(self, rank: int, index: int, whole: torch.Tensor) -> str | None:

@@ -50,6 +50,7 @@ FUSED_PAIRS = _DEEPSEEK_MLA + _DEEPSEEK_V4
 """Suffixes of two tensors' names that are equal otherwise."""
 
 _FIRST_OF_PAIR = {suffix: pair[0] for pair in FUSED_PAIRS for suffix in pair}
+_PAIRED = tuple(_FIRST_OF_PAIR)
 
 
 class BucketPlanner:
@@ -107,9 +108,9 @@ class BucketPlanner:
 
 def _pair_of(name: str) -> str | None:
     """The name of a fused pair's first tensor, given either; None: it is in no pair."""
-    if not name.endswith(tuple(_FIRST_OF_PAIR)):
+    if not name.endswith(_PAIRED):  # as most: faster than to ask for each
         return None
-    suffix = next(suffix for suffix in _FIRST_OF_PAIR if name.endswith(suffix))
+    suffix = next(suffix for suffix in _PAIRED if name.endswith(suffix))
     return name.removesuffix(suffix) + _FIRST_OF_PAIR[suffix]
 
 

@@ -236,17 +236,17 @@ class Pull(Route):
         self, shares: bool, block: Block, member: torch.UntypedStorage
     ) -> tuple[str, tuple[BufferHandle, ...]]:
         """A block's name, and a handle for each engine rank, or none if none are wanted."""
-        name, handles = self._block_names.name_of(block, member), None
-        if shares and self._unshareable is None:
-            readers = range(self._num_readers)
+        name, num = self._block_names.name_of(block, member), self._num_readers if shares else 0
+        handles: tuple[BufferHandle, ...] | None = None
+        if self._unshareable is None:
             handles, self._unshareable = result_or_reason(
-                lambda: tuple(share_block(block, member) for _ in readers)
+                lambda: tuple(share_block(block, member) for _ in range(num))
             )
-        if self._unshareable is not None:  # also when the route is to be proven again
+        if handles is None:  # also when the route is to be proven again
             raise NotTraceable(self._unshareable)
-        for handle in handles or ():
+        for handle in handles:
             self._record(handle)
-        return name, handles or ()
+        return name, handles
 
 
 @dataclass(eq=False)
