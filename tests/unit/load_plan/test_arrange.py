@@ -273,22 +273,14 @@ def random_bucket(seed):
     return buffer
 
 
-def arranged_half():
+def test_a_plan_that_reads_an_arranged_buffer_otherwise_is_found_out():
     model, buffer = Half(), random_bucket(0)
     traced = trace_bucket(model, model.load_weights, LAYOUT, buffer)
-    plan = compile_bucket(traced)
+    plan, destinations = compile_bucket(traced), traced.destinations
     assert plan.rest.tensors and plan.copies
-    assert check_bucket(model, plan, traced.destinations, model.load_weights, buffer) is None
-    arranged = arrange(plan)
-    assert arranged is not None
-    return model, traced.destinations, *arranged
-
-
-def test_a_plan_that_reads_an_arranged_buffer_otherwise_is_found_out():
-    model, destinations, arrangement, rebased = arranged_half()
+    assert check_bucket(model, plan, destinations, model.load_weights, buffer) is None
+    arrangement, rebased = arrange(plan)
     assert 5 not in {read.tensor for read in arrangement}, "nobody reads that one"
-    buffer = random_bucket(0)
-    plan = compile_bucket(trace_bucket(model, model.load_weights, LAYOUT, buffer))
     before, random_state = snapshot(destinations), torch.get_rng_state()
     assert why_misarranged(plan, (arrangement, rebased), destinations) is None
     scratch = [copy for copy in rebased.copies if copy.storage == SCRATCH]
