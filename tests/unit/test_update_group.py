@@ -1,8 +1,12 @@
 """Forming an update group: whoever waits for a rank that does not come is sent away."""
 
+import os
+import socket
+import subprocess
 import threading
 import time
 from concurrent.futures import Future
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -11,11 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from sglang.srt.utils import init_custom_process_group
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from sglang_loader.common.broadcast.broadcast import BroadcastError
 from sglang_loader.common.broadcast.update_group import GroupPlace, MeetingPoint, join, meet
 from sglang_loader.common.threads import in_thread
+from support.hosts import two_hosts
+from support.remote import Remote, finish, results_of
 from verl_sglang_sync.engine import update_groups
 from verl_sglang_sync.engine.server_client.errors import RequestFailed
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroupError, UpdateGroups
@@ -41,8 +47,11 @@ def test_a_connection_of_its_own_does_not_keep_it_open():
         store.get("key")
 
 
-@pytest.mark.parametrize("num_coming", (2, 1))
-def test_ranks_meet_in_the_store_before_any_collective(num_coming):
+@pytest.mark.parametrize(
+    ("num_coming", "ends", "how"),
+    [(2, None, "met"), (1, "call_off", "RuntimeError"), (1, "close", "DistNetworkError")],
+)
+def test_ranks_meet_in_the_store_before_any_collective(num_coming, ends, how):
     """NCCL's wait for a rank that does not come has no end; this one has."""
     meeting = MeetingPoint("127.0.0.1", 2, 1, limit_s=LIMIT_S)
     ended = []
@@ -58,12 +67,12 @@ def test_ranks_meet_in_the_store_before_any_collective(num_coming):
     for thread in ranks:
         thread.start()
     ranks[0].join(1.0)
-    if num_coming == 1:
+    if ends is not None:
         assert ended == []
-        meeting.close()
+        getattr(meeting, ends)()
     for thread in ranks:
         thread.join(10)
-    assert ended == (["met"] * 2 if num_coming == 2 else ["DistNetworkError"])
+    assert ended == [how] * num_coming
 
 
 @pytest.mark.parametrize("rank", (0, 1))
@@ -71,7 +80,7 @@ def test_a_rank_that_came_and_never_connects_is_waited_for_no_longer_than_the_li
     """An engine would serve nothing meanwhile: for a connection gloo waits 2.5 hours by default."""
     meeting = MeetingPoint("127.0.0.1", 2, 1, limit_s=1.0)
     place = GroupPlace("weight_sync_a", "127.0.0.1", meeting.port, 2)
-    store = PrefixStore(place.name, connected(meeting.port))
+    store = connected(meeting.port)
     store.add("here", 1)
 
     class Deadly(dist.Store):
@@ -86,6 +95,36 @@ def test_a_rank_that_came_and_never_connects_is_waited_for_no_longer_than_the_li
         init_custom_process_group("gloo", **where)
     with pytest.raises(BroadcastError, match=EXCEEDED):
         join(place, rank, CPU)
+
+
+def served_where_dns_is_silent(address, resolv_conf):
+    """The store of a group of two, in a process whose host waits 6 s for each name."""
+    dns = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    dns.bind(("127.0.0.1", 53))
+    resolv_conf.write_text("nameserver 127.0.0.1\noptions timeout:6 attempts:1\n")
+    subprocess.run(["mount", "--bind", resolv_conf, "/etc/resolv.conf"], check=True)
+    return dns, MeetingPoint(address, 2, 1, limit_s=LIMIT_S)
+
+
+@pytest.mark.slow
+def test_a_group_forms_on_a_host_whose_dns_is_silent(tmp_path):
+    """torch's store looks up the name of each host that connects, and answers nobody meanwhile."""
+    with two_hosts() as (host, _), ExitStack() as stack:
+        if not host.prefix:
+            pytest.skip("this machine allows no namespaces, which a host of its own is made of")
+        environment, ranks = {**os.environ, **host.environment}, []
+        serve = partial(served_where_dns_is_silent, host.address, tmp_path / "resolv.conf")
+        for make in (serve, dict):
+            log = tmp_path / f"rank{len(ranks)}.log"
+            ranks.append(Remote(make, environment=environment, log=log, command=host.prefix))
+            stack.callback(ranks[-1].end)
+        results_of(finish(ranks, LIMIT_S))
+        ranks[0].begin(lambda served: served[1].port)
+        (port,) = results_of(finish(ranks[:1], LIMIT_S))
+        place = GroupPlace("weight_sync_a", host.address, port, 2)
+        for number, rank in enumerate(ranks):
+            rank.begin(lambda _, number: join(place, number, CPU).size(), number)
+        assert results_of(finish(ranks, LIMIT_S)) == [2, 2]
 
 
 class Engine:

@@ -216,8 +216,9 @@ class UpdateGroups:
         wait([own, *joined], timeout=self._timeout_s, return_when=FIRST_EXCEPTION)
         if problem := _why_not_formed(replicas, joined, own, self._timeout_s):
             self.abandoned.append(place.name)  # some engine may have joined
-            meeting.close()
+            meeting.call_off()
             wait([own, *joined], LEAVE_S)
+            meeting.close()
             own.add_done_callback(_leave_late)
             raise UpdateGroupError(f"{place.name} was not formed: {problem}")
         logger.info("formed %s of %d replicas, %d ranks", place.name, len(replicas), rank_offset)

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import _get_process_group_store, default_pg_timeout
 
 from sglang_loader.common.broadcast.broadcast import (
@@ -40,11 +40,19 @@ GROUP_PREFIX = "weight_sync_"
 """Prefix of the names of our groups."""
 
 REACH_TIMEOUT_S = 5.0
+ANSWER_TIMEOUT_S = 30.0
+"""For a connection to the store, and its first answer. torch looks up the names of the hosts that
+it connects, the store one after another, and for each that DNS does not answer it waits 5 to 10 s.
+"""
 LEAVE_TIMEOUT_S = 10.0
 CONNECT_TRIES = 5
 """For a connection gloo waits so many times as long as it is told; for an address just so long."""
 LIMITED_BY = "timeouts_s.group, else request_timeout_s"
 """The setting that limits how long a group takes to form."""
+_HERE = "here"
+_MEETING = "meeting"
+_ALL_HERE = "all here"
+_CALLED_OFF = "called off"
 _SECRET = "secret"
 _LEFT = "left"
 _NUM_TRAINERS = "num_trainers"
@@ -80,8 +88,13 @@ class MeetingPoint:
         self._server.set(_LIMIT_S, str(limit_s))
         self.port = self._server.port
 
+    def call_off(self) -> None:
+        """Ranks that wait in the store for others, and those that come later, get an error."""
+        if self._server is not None:
+            self._server.compare_set(_MEETING, "", _CALLED_OFF)
+
     def close(self) -> None:
-        """Close the store: ranks that wait in it get an error, later ones cannot reach it."""
+        """Close the store: ranks that use it get an error, later ones cannot reach it."""
         self._server = None
 
 
@@ -103,20 +116,19 @@ def join(place: GroupPlace, rank: int, device: torch.device) -> Any:
     if device.type == "cuda":
         torch.cuda.set_device(device)  # each thread has its own, and starts with GPU 0
     check_reachable(place.address, place.port)
-    reach_s = timedelta(seconds=REACH_TIMEOUT_S)  # it may be closed this very moment
+    answer_s = timedelta(seconds=ANSWER_TIMEOUT_S)
     store = TCPStore(
-        place.address, place.port, place.world_size, wait_for_workers=False, timeout=reach_s
+        place.address, place.port, place.world_size, wait_for_workers=False, timeout=answer_s
     )
     num_trainers, limit_s = int(store.get(_NUM_TRAINERS)), float(store.get(_LIMIT_S))
     limit, group = timedelta(seconds=limit_s), None
     store.set_timeout(limit)
-    place_store = PrefixStore(place.name, store)
     try:
-        meet(place_store, place.world_size, limit)  # nothing ends a rank's wait for others in NCCL
+        meet(store, place.world_size, limit)  # nothing ends a rank's wait for others in NCCL
         with errors_left_to_us():
             group = init_custom_process_group(
                 backend=backend_of(device),
-                store=place_store,
+                store=store,
                 world_size=place.world_size,
                 rank=rank,
                 group_name=place.name,
@@ -185,12 +197,17 @@ def _first_words(group: Any, num_trainers: int, device: torch.device) -> Transfe
 
 
 def meet(store: Any, num_ranks: int, limit: timedelta) -> None:
-    """Wait in a store until all ranks are there; `torch.distributed.DistError` where one does not
-    come within the limit, or the store is closed.
+    """Wait in a store until all ranks are there.
+
+    Raises:
+        RuntimeError: a rank does not come within the limit, or the meeting is called off, or the
+            store is closed.
     """
-    if store.add("here", 1) == num_ranks:
-        store.set("all here", "")
-    store.wait(["all here"], limit)
+    if store.add(_HERE, 1) == num_ranks:
+        store.compare_set(_MEETING, "", _ALL_HERE)
+    store.wait([_MEETING], limit)
+    if store.get(_MEETING) != _ALL_HERE.encode():
+        raise RuntimeError("the trainer has called it off")
 
 
 def say_left(group: Any) -> None:
