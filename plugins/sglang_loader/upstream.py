@@ -306,8 +306,6 @@ def why_stock_backup(runner: Any, problem: str | None) -> str | None:
         return "the server was launched without a host backup"
     if runner.device != "cuda":
         return f"the device is {runner.device}"
-    if server_args.speculative_algorithm:
-        return "the weights of a draft model are released too"
     if server_args.cpu_offload_gb:
         return "cpu_offload_gb keeps weights on the host"
     return problem

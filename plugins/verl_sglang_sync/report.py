@@ -110,8 +110,8 @@ class SyncReport:
         if self.num_replayed and self._kept_on_host > MAX_KEPT:
             warn_once(
                 f"weight sync: the engine copies {self._kept_on_host:.0%} of its weights to the "
-                "host when it sleeps, though a load plan holds: all with host_backup=on or "
-                "speculative decoding, else those that the plan does not rewrite"
+                "host when it sleeps, though a load plan holds: all with host_backup=on, else what "
+                "the plan does not rewrite, such as a draft model"
             )
         if self.eager_reason not in (None, MAKING_PLAN):
             warn_once(

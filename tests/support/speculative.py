@@ -162,6 +162,9 @@ def check_accept_lengths(
             assert length == lengths[0]
     second = reports[1]
     assert second["num_replayed"] == second["num_buckets"] > 0, second["eager_reason"]
+    if server.get("device") == "cuda":
+        kept = [sum(r["stages"]["release"]["weights"]["host_bytes"]) for r in reports]
+        assert 0 < kept[2] < kept[0], "all at first, then the draft, but not what syncs rewrite"
     if algorithm == "EAGLE":
         targets = [target for _, target in hashes]
         assert targets[0] == targets[1] == targets[2] == targets[4] != targets[3]

@@ -65,9 +65,13 @@ Original = Callable[..., Any]
 
 
 def load_model(original: Original, runner: Any) -> None:
-    """AROUND `ModelRunner.load_model`: without SGLang's own backup where ours takes its place."""
+    """AROUND `ModelRunner.load_model`: without SGLang's own backup where ours takes its place.
+
+    The target's backup saves all memory under the tag, a draft model's as well, which no plan
+    covers.
+    """
     arguments = runner.server_args
-    if not is_ours(arguments) or runner.is_draft_worker:
+    if not is_ours(arguments):
         original(runner)
         return
     if arguments.enable_memory_saver and graphs_are_released_by_tag():
@@ -77,8 +81,13 @@ def load_model(original: Original, runner: Any) -> None:
     if reason is not None:
         logger.info("host_backup=%s: SGLang's own behaviour, because %s", policy, reason)
         policy = "on"
+    if policy == "off" and arguments.speculative_algorithm:
+        logger.info("host_backup=off acts as auto: no sync need bring a draft model back")
+        policy = "auto"
     with nullcontext() if policy == "on" else without_cpu_backup(runner):
         original(runner)
+    if runner.is_draft_worker:
+        return
     if policy != "on":
         size = num_bytes(under_weights_tag(runner.model).ranges)
         logger.info("host_backup=%s: %.1f MB of weights", policy, size / 1e6)
