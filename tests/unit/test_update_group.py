@@ -101,7 +101,7 @@ def served_where_dns_is_silent(address, resolv_conf):
     """The store of a group of two, in a process whose host waits 6 s for each name."""
     dns = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     dns.bind(("127.0.0.1", 53))
-    resolv_conf.write_text("nameserver 127.0.0.1\noptions timeout:6 attempts:1\n")
+    resolv_conf.write_text("nameserver 127.0.0.1\n")
     subprocess.run(["mount", "--bind", resolv_conf, "/etc/resolv.conf"], check=True)
     return dns, MeetingPoint(address, 2, 1, limit_s=LIMIT_S)
 
@@ -112,7 +112,8 @@ def test_a_group_forms_on_a_host_whose_dns_is_silent(tmp_path):
     with two_hosts() as (host, _), ExitStack() as stack:
         if not host.prefix:
             pytest.skip("this machine allows no namespaces, which a host of its own is made of")
-        environment, ranks = {**os.environ, **host.environment}, []
+        environment = {**os.environ, **host.environment, "RES_OPTIONS": "timeout:6 attempts:1"}
+        ranks = []
         serve = partial(served_where_dns_is_silent, host.address, tmp_path / "resolv.conf")
         for make in (serve, dict):
             log = tmp_path / f"rank{len(ranks)}.log"
