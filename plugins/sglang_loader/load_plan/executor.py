@@ -18,8 +18,11 @@ import torch
 
 from sglang_loader.common.bucket_source import BucketMap, BucketSource
 from sglang_loader.common.fused_copies import FusedCopies
+from sglang_loader.common.layout import BucketLayout
 from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.plan import SCRATCH, BucketPlan, LoadPlan, LoadWeights
+
+NO_TENSORS = BucketLayout((), 0)
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,8 @@ def copy_to_new_memory(
     """Do a plan's copies to one storage, or to the `SCRATCH`, in new memory instead, which is zero
     elsewhere. `memory`: the model's storages, which are not written.
     """
-    plan = replace(plan, copies=tuple(copy for copy in plan.copies if copy.storage == storage))
+    copies = tuple(copy for copy in plan.copies if copy.storage == storage)
+    plan = replace(plan, copies=copies, rest=plan.rest if storage == SCRATCH else NO_TENSORS)
     source, scratch = BucketSource.flat(buffer), _empty(plan.rest.nbytes, buffer.device)
     target = torch.zeros_like(scratch if storage == SCRATCH else memory[storage])
     targets = [*memory, scratch]

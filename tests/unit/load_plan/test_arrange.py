@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import accumulate
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from sglang_loader.common.layout import (
 from sglang_loader.common.regions.arrangement import arranged_nbytes
 from sglang_loader.common.regions.coalesce import coalesce, find_overlapping
 from sglang_loader.common.regions.geometry import BYTES, StridedCopy, Unit
+from sglang_loader.load_plan import executor
 from sglang_loader.load_plan.arrange import (
     ALL_WHOLE,
     UNIT_ALIGNMENT,
@@ -282,7 +284,10 @@ def test_a_plan_that_reads_an_arranged_buffer_otherwise_is_found_out():
     arrangement, rebased = arrange(plan)
     assert 5 not in {read.tensor for read in arrangement}, "nobody reads that one"
     before, random_state = snapshot(destinations), torch.get_rng_state()
-    assert why_misarranged(plan, (arrangement, rebased), destinations) is None
+    with mock.patch.object(executor, "_empty", wraps=executor._empty) as empty:
+        assert why_misarranged(plan, (arrangement, rebased), destinations) is None
+    made = [call.args[0] for call in empty.call_args_list]
+    assert sum(made) == 2 * plan.rest.nbytes, "scratch was made for storages, too"
     scratch = [copy for copy in rebased.copies if copy.storage == SCRATCH]
     first, *others = [copy for copy in rebased.copies if copy.storage != SCRATCH]
     others += scratch
