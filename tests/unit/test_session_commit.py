@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from sglang_loader.common.session.messages import BucketPiece, decode_descriptor, encode_pieces
-from sglang_loader.common.shared_memory import CpuHandle
+from sglang_loader.common.shared_memory import (
+    CpuHandle,
+    map_buffer,
+    share_on_host,
+    share_storage,
+)
+from sglang_loader.session import mapped_memory
 from sglang_loader.session import serve as session
 from support.settings import settings_of
 from unit.serving_engine import ByName
@@ -309,6 +315,34 @@ def test_memory_that_the_engine_cannot_map_is_told_apart(event, trainer):
         wait_until_done(trainer, 0)
     check_not_served(engine, "cannot be mapped")
     assert not engine.has_begun
+
+
+def test_every_handle_is_used_also_of_memory_that_is_mapped(event, monkeypatch):
+    """torch frees memory of a GPU only when the receiver of each handle has had it and let go."""
+    sockets, model, used = SessionSockets(), model_of(WEIGHTS), []
+
+    def map_used(handle, device):
+        used.append(handle)
+        return map_buffer(handle, device)
+
+    monkeypatch.setattr(mapped_memory, "map_buffer", map_used)
+    report = SyncReport(mode="compiled", replica=0)
+    [batch] = BucketStream(1 << 20).batches(list(WEIGHTS.items()), report)
+    nbytes = batch.bucket.layout.nbytes
+    memory = share_on_host(torch.zeros(nbytes, dtype=torch.uint8)).untyped_storage()
+    handle, pieces = share_storage(memory), encode_pieces([BucketPiece(0, 0, 0, nbytes)])
+    for number in (1, 2, 3):
+        with TrainerSession(sockets, SETTINGS, BlockNames()) as trainer:
+            engine = joined(trainer, model)
+            trainer.map_blocks(["here"], {"here": handle} if number < 3 else {}, keep=number < 3)
+            trainer.load(0, batch.bucket, pieces, read_only=True)
+            trainer.finish(num_buckets=1, num_tensors=2, arrangements=None)
+            wait_for([alone(trainer)], lambda session: session.loaded is not None, 10)
+            trainer.commit(lambda: None)
+            trainer.wait_until_published()
+            engine.join(20)
+        assert engine.has_served
+        assert used == [handle] * min(number, 2)
 
 
 WRONG_ORDERS = {  # what is announced as which of the two buckets, how many of what, what is said

@@ -166,11 +166,14 @@ class TrainerSession:
         """Have the engine map blocks of the trainer ranks' parameters with the first bucket. Their
         slots are their positions: nothing else is mapped in such a session.
 
+        A handle is sent for a block that is mapped, too: one that no engine uses would keep torch
+        from freeing the memory in this process.
+
         Raises:
             BlockNotMapped: the engine has not mapped a block that has no handle.
         """
         for name in names:
-            handle = None if name in self._mapped else handles.get(name)
+            handle = handles.get(name)
             if handle is None and name not in self._mapped:
                 raise BlockNotMapped(f"the engine does not have block {name} mapped any more")
             self._announce(name, handle, keep=keep)
