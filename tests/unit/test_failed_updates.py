@@ -157,7 +157,7 @@ def test_a_sync_after_a_failed_one_is_proven_by_the_same_plan(engine):
 def test_a_session_that_running_requests_refuse_changes_nothing(engine):
     engine.is_busy, gate = True, list(engine.gate)
     [failure] = engine.session(3.0)
-    assert "the prefix cache holds running requests" in failure
+    assert "the prefix cache cannot be dropped: requests are running" in failure
     check_loaded(engine.model, 2.0)
     assert engine.backup.stale is None
     assert engine.gate == gate
@@ -223,8 +223,8 @@ FEWER = ("a", "b")
 VERDICTS = {
     "proven": (Verdict(), None),
     "missing": (Verdict(missing=("c",)), "1 missing: c"),
-    "not checked": (Verdict(not_checked="quantised"), "earlier syncs brought c, d, too"),
-    "doubtful": (Verdict(doubtful=("c",)), "earlier syncs brought c, d, too"),
+    "not checked": (Verdict(not_checked="quantised"), "earlier syncs also brought c, d"),
+    "doubtful": (Verdict(doubtful=("c",)), "earlier syncs also brought c, d"),
 }
 
 

@@ -237,7 +237,7 @@ def test_only_what_is_committed_and_not_given_up_is_served(
         (("first",), None, False, "second"),
         (("third",), None, False, "first"),
         (WEIGHTS, refusing("1 missing: third"), False, "1 missing: third"),
-        (WEIGHTS, None, True, "bucket 0 came arranged: it must be whole"),
+        (WEIGHTS, None, True, "bucket 0 came in part: this engine rank reads it whole"),
     ],
     ids=["the last bucket", "the first", "what was loaded", "arranged otherwise"],
 )
@@ -352,7 +352,7 @@ WRONG_ORDERS = {  # what is announced as which of the two buckets, how many of w
     "tensors lost": ([(0, 0), (1, 1)], (2, 3), "2 tensors in 2 buckets came, the trainer sent 3"),
     "buckets lost": ([(0, 0)], (2, 2), "1 tensors in 1 buckets came, the trainer sent 2 in 2"),
     "nothing": ([], (0, 0), "the trainer sent no tensor"),
-    "a tensor twice": ([(0, 0), (1, 0)], (2, 2), "2 tensors came, but only 1 names"),
+    "a tensor twice": ([(0, 0), (1, 0)], (2, 2), "tensors came more than once: first"),
 }
 
 

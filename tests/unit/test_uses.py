@@ -123,7 +123,7 @@ def write_by_numpy(model, weights):
     [
         (rebind, False, "was rebound"),
         (rebind, True, "rebound"),
-        (write_past_torch, True, "differ from eager"),
+        (write_past_torch, True, "differ from what load_weights loads"),
         (write_past_torch, False, "a may be written through its numpy, unseen"),
         (write_by_numpy, False, "may be written through its numpy, unseen"),
         (write_by_numpy, True, "Python reads the data of"),

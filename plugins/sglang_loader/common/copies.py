@@ -50,7 +50,10 @@ def _strided(
     """A view of `base`'s storage; `start` and `strides` in bytes, without the innermost stride."""
     size = dtype.itemsize
     if any(number % size for number in (start, *strides)):
-        raise ValueError(f"{dtype} at byte {start}, at distances of {strides} bytes")
+        raise ValueError(
+            f"elements of {dtype} at byte {start}, {strides} bytes apart: allowed are multiples of "
+            f"{size} bytes"
+        )
     view = torch.empty(0, dtype=dtype, device=base.device)
     steps = (*(s // size for s in strides), 1)
     return view.set_(base.untyped_storage(), start // size, shape, steps)

@@ -101,7 +101,8 @@ def is_available(device: torch.device) -> bool:
         launch(torch.from_numpy(tiles).to(device), torch.from_numpy(rows).to(device))
         return torch.equal(target, source)
     except Exception as error:
-        logger.warning("torch copies, slower: the Triton kernel fails: %r", error)
+        text = "torch copies weights on %s, slower: the Triton kernel fails: %r"
+        logger.warning(text, device, error)
         return False
 
 

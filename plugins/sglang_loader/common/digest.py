@@ -119,9 +119,10 @@ def _kernel_works(device: torch.device) -> bool:
         data = torch.arange(8 * PART_WORDS + 13, device=device).to(torch.uint8)
         if torch.equal(_by_kernel([data])[0], _by_torch(data)):
             return True
-        logger.error("torch makes the digests, slower: those of the Triton kernel differ")
+        logger.error("torch computes digests on %s, slower: the Triton kernel's are wrong", device)
     except Exception as error:
-        logger.warning("torch makes the digests, slower: the Triton kernel fails: %r", error)
+        text = "torch computes digests on %s, slower: the Triton kernel fails: %r"
+        logger.warning(text, device, error)
     return False
 
 

@@ -69,7 +69,7 @@ class BucketLayout:
         end = 0
         for t in self.tensors:
             if min(t.shape, default=0) < 0:
-                raise ValueError(f"tensor {t.name!r}: shape {t.shape}")
+                raise ValueError(f"tensor {t.name!r}: shape {t.shape}: expected no negative size")
             if t.offset < end:
                 raise ValueError(f"tensor {t.name!r} at byte {t.offset} overlaps its neighbour")
             end = t.offset + t.nbytes

@@ -79,7 +79,8 @@ def load_model(original: Original, runner: Any) -> None:
     policy = requested_host_backup()
     reason = None if policy == "on" else why_stock_backup(runner, why_not_enumerable())
     if reason is not None:
-        logger.info("host_backup=%s: SGLang's own behaviour, because %s", policy, reason)
+        text = "host_backup=%s has no effect, SGLang decides which weights the host keeps: %s"
+        logger.info(text, policy, reason)
         policy = "on"
     if policy == "off" and arguments.speculative_algorithm:
         logger.info("host_backup=off acts as auto: no sync need bring a draft model back")
@@ -118,7 +119,7 @@ def force_preload() -> None:
     chosen = saver._impl_ctor_kwargs.get("hook_mode", PRELOAD)
     saver.hook_mode = PRELOAD
     if chosen != PRELOAD:
-        text = "torch-memory-saver: hook_mode=%r, not %r: graphs are released"
+        text = "torch-memory-saver: hook_mode=%r, not %r, which cannot release CUDA graphs"
         logger.info(text, PRELOAD, chosen)
 
 
@@ -141,7 +142,7 @@ def release_tags(original: Original, updater: Any, request: Any) -> Any:
     if failure is None and backup is not None:
         _, problem = attempt(lambda: backup.save(model))
         if problem is not None:
-            failure = f"release of {tags} refused: no backup: {problem}"
+            failure = f"release of {tags} refused: the weights could not be saved: {problem}"
     if failures := TPRanks(updater).failures(failure):
         if backup is not None:
             backup.release_refused()

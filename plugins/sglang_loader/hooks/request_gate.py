@@ -77,7 +77,7 @@ class RequestGate:
         if reason is None and self.reason is not None:
             logger.info("requests are served again; %d have waited", self.num_held)
         elif reason != self.reason:
-            logger.info("no request is served (%s): %s", self._policy.kind, reason)
+            logger.info("no request runs (stale_requests=%s): %s", self._policy.kind, reason)
         self.reason = reason
 
     def let_through(self, messages: list[Any]) -> list[Any]:

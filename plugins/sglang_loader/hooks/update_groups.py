@@ -100,7 +100,7 @@ def groups_of(runner: Any, descriptor: SessionDescriptor) -> list[Any]:
         group, secret = update_groups(runner).get(name), _secrets.get(name)
         if group is None or secret is None:
             formed = ", ".join(_secrets) or "none"
-            raise SessionError(f"group {name!r} was never formed; known: {formed}")
+            raise SessionError(f"this engine rank is not in group {name!r}; it is in: {formed}")
         if name == descriptor.group:
             check_signature(descriptor, secret)
         if receiver.is_waiting_in(group):

@@ -31,7 +31,7 @@ from sglang_loader.hooks.update_groups import groups_of
 from sglang_loader.host_backup.allocations import under_weights_tag
 from sglang_loader.host_backup.backup import backup_of, create_backup
 from sglang_loader.host_backup.completeness import Completeness
-from sglang_loader.session.findings import Verdict
+from sglang_loader.session.findings import Verdict, listed
 from sglang_loader.session.serve import Conclude, SessionSteps, serve_session
 from sglang_loader.session.weight_check import (
     SyncView,
@@ -112,7 +112,7 @@ def _serve_session(update: WeightUpdate, updater: Any, request: Any) -> list[str
 
     def load() -> None:
         if descriptor is None:
-            raise SessionError(f"no invitation to a session\n{reason}")
+            raise SessionError(f"the request has no session descriptor for this rank\n{reason}")
         groups = groups_of(updater.tp_worker.model_runner, descriptor)
         steps = SessionSteps(
             after_join=update.flush, before_loading=update.begin_bucket, after_load=update.view_sync
@@ -186,7 +186,7 @@ class WeightUpdate:
             return
         self._has_flushed = self._updater.flush_cache(empty_cache=self._request.torch_empty_cache)
         if not self._has_flushed:
-            raise PrefixCacheInUse("the prefix cache holds running requests")
+            raise PrefixCacheInUse("the prefix cache cannot be dropped: requests are running")
 
     def run(self, load: Callable[[], None]) -> list[str]:
         """Load a whole sync on every TP rank; returns the failures of all ranks. `load` calls
@@ -264,7 +264,7 @@ class WeightUpdate:
             return f"{nothing}: the weights do not fit the engine's model: {verdict.text()}"
         missing = sync.missing()
         if missing and (verdict.not_checked or verdict.doubtful):
-            return f"{nothing}: earlier syncs brought {', '.join(missing[:20])}, too"
+            return f"{nothing}: earlier syncs also brought {listed(missing)}"
         return None
 
 

@@ -94,7 +94,7 @@ class WeightsBackup:
             self._saved = kept = SavedBytes(now.device, wanted)
         self._lost = subtract(now.ranges, kept.ranges)
         logger.info(
-            "weights backup: saved %.1f MB in %.3f s (residue %.1f MB of %.1f MB)",
+            "weights backup: saved %.1f MB in %.3f s (syncs do not rewrite %.1f MB of %.1f MB)",
             kept.nbytes / 1e6,
             time.perf_counter() - started,
             num_bytes(subtract(now.ranges, self._covered)) / 1e6,
@@ -147,7 +147,7 @@ class WeightsBackup:
         undefined. `reason` goes to the log.
         """
         if self._plan is not None:
-            logger.warning("weights backup: all weights are saved again: %s", reason)
+            logger.warning("weights backup: all weights are saved, as no plan holds: %s", reason)
         self._plan, self._covered = None, self._unproven
 
     def sync_in_part(self, reason: str) -> None:

@@ -65,7 +65,8 @@ def why_stale(buckets: Sequence[BucketPlan], destinations: Destinations) -> str 
         unwritten[ref.index].append(ref.region.bounds())
     for storage, ranges in unwritten.items():
         if num_bytes(ranges) > num_bytes(merge(ranges)):  # the last one counts, if both are done
-            return f"load_weights writes {destinations.storages[storage].name} again without data"
+            name = destinations.storages[storage].name
+            return f"load_weights writes {name} more than once without a tensor of the sync"
     for write, numbers in left_out.items():
         targets, sources = write.targets, write.sources
         name = destinations.storages[targets[0].index].name
@@ -76,10 +77,10 @@ def why_stale(buckets: Sequence[BucketPlan], destinations: Destinations) -> str 
         for number in numbers:
             others = [i for i in to_targets if i < number or (is_read and i > number)]
             if _last_before(number, others) not in (None, *done):
-                return f"load_weights writes {name} again in another bucket"
+                return f"load_weights writes {name} again in a bucket without its tensors"
             is_changed = _last_before(number, to_sources) not in (None, *done)
             if is_changed or is_written(sources, unwritten):
-                return f"load_weights makes {name} of what other buckets change"
+                return f"load_weights computes {name} from weights that other buckets change"
     return None
 
 

@@ -104,7 +104,7 @@ def _trace_once(
     if moved is None and earlier is not None:  # it may have been rebound since the last bucket
         moved = first_difference(earlier, before, new_allowed=True)
     if moved is None and any(map(_is_kept, temporary)):
-        traced.problems.append("load_weights keeps a tensor where the model does not reach")
+        traced.problems.append("load_weights keeps a tensor that no module of the model has")
     return traced, moved
 
 
@@ -121,7 +121,7 @@ def _record(
     with inline_thread_pools(), recorder, watch:
         load_weights(iter(views))
     if watch.has_live_scalars:
-        raise PlanRefused("load_weights keeps a number that it has read of a tensor")
+        raise PlanRefused("load_weights keeps a number that it has read from a tensor (item)")
     made = [ref for number, ref in recorder.temporaries.items() if traced.origins.has(number)]
     return [StorageWeakRef(scratch.untyped_storage()), *made]
 

@@ -103,12 +103,14 @@ def check_bucket(
         found = digest(destinations)
         different = [i for i, value in enumerate(expected) if value != found[i]]
         names = [name for i in different for name in destinations.names_of(i)]
-        return f"{len(names)} tensors differ from eager: {', '.join(names[:3])}" if names else None
+        if not names:
+            return None
+        return f"{len(names)} tensors differ from what load_weights loads: {', '.join(names[:3])}"
 
     try:
         reason = differs()
     except Exception as error:
-        reason = f"the check failed: {error!r}"
+        reason = f"the check of the load plan failed: {error!r}"
     if reason is not None:
         for piece, before in read:  # a maximum, say, of what comes and what is there
             piece.copy_(before)
@@ -138,10 +140,8 @@ def why_misarranged(
     for storage in (*storages, SCRATCH):
         expected = copy_to_new_memory(bucket, storage, memory, whole)
         if not torch.equal(copy_to_new_memory(rebased, storage, memory, gathered), expected):
-            names = (
-                ("what its loader gets",) if storage == SCRATCH else destinations.names_of(storage)
-            )
-            return f"it copies other bytes than the whole one to {', '.join(names[:3])}"
+            names = destinations.names_of(storage) if storage != SCRATCH else ("load_weights",)
+            return f"what it reads gives other data to {', '.join(names[:3])}"
     return None
 
 

@@ -88,7 +88,7 @@ class Verdict:
             "unexpected": self.unexpected,
         }
         return "; ".join(
-            f"{len(found)} {kind}: {_listed(found)}" for kind, found in kinds.items() if found
+            f"{len(found)} {kind}: {listed(found)}" for kind, found in kinds.items() if found
         )
 
     def remark(self) -> str:
@@ -96,7 +96,7 @@ class Verdict:
         parts = [
             f"not checked: {self.not_checked}" if self.not_checked is not None else "",
             "" if self.fits else f"the weights do not fit the engine's model: {self.text()}",
-            f"not sent, or not used: {_listed(self.doubtful)}" if self.doubtful else "",
+            f"not sent, or not used: {listed(self.doubtful)}" if self.doubtful else "",
         ]
         return " ".join("; ".join(filter(None, parts)).split())
 
@@ -291,7 +291,8 @@ def _described(tensor: BucketTensor, reason: str, expected: BucketTensor | None)
     return f"{tensor.name} {list(tensor.shape)} ({reason})"
 
 
-def _listed(found: Sequence[str]) -> str:
+def listed(found: Sequence[str]) -> str:
+    """Names in one line, `MAX_NAMED` of them at most."""
     more = f", and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
     return ", ".join(found[:MAX_NAMED]) + more
 

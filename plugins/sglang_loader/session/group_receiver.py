@@ -74,7 +74,10 @@ class GroupReceiver:
             SessionError: it is neither broadcast nor sent by the trainer's ranks.
         """
         if message.buffers or (message.arranged and not message.receives):
-            raise SessionError(f"bucket {message.index} of a session with a group is not sent")
+            raise SessionError(
+                f"bucket {message.index} of a session with an update group is neither broadcast "
+                "whole nor sent by the trainer's ranks"
+            )
         if message.receives:
             self._receive_parts(message)
             return
@@ -85,7 +88,11 @@ class GroupReceiver:
     def _receive_parts(self, message: LoadBucket) -> None:
         group, receives = self._senders, message.receives
         if group is None or any(len(sizes) != group.size() for sizes in receives):
-            raise SessionError(f"bucket {message.index} is sent by ranks that are in no group here")
+            nums = " or ".join(map(str, {len(sizes) for sizes in receives}))
+            raise SessionError(
+                f"bucket {message.index} is sent in a group of {nums} ranks, this engine is in "
+                f"{'none' if group is None else f'one of {group.size()}'}"
+            )
         incoming = self._add_incoming(message, group, sum(map(sum, receives)))
         buffer, stop = incoming.buffer, 0
         for sizes in receives:

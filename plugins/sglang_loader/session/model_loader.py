@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 MAX_RECORDINGS = 3
 """Plans made in a row without one sync replayed in full; then the model stays eager."""
 
+WHOLE_BUCKETS = "this TP rank is sent whole buckets, not only the bytes that it reads of them"
+
 _ATTRIBUTE = "_verl_sglang_sync_loader"
 
 
@@ -155,7 +157,7 @@ class ModelLoader:
             try:
                 self._checked.arranged = _proved_arrangements(self._checked.plan)
             except Exception as error:  # out of memory, say: another sync may have more
-                logger.error("whole buckets are wanted: others cannot be proved: %r", error)
+                logger.error("%s: the check failed: %r", WHOLE_BUCKETS, error)
                 return ALL_WHOLE
         return self._checked.arranged
 
@@ -203,8 +205,8 @@ class ModelLoader:
         """The plan that loads a bucket which came arranged."""
         arranged = self.arranged.bucket(index)
         if arranged is None:
-            reason = self._reason or "this sync needs whole buckets"
-            raise SessionError(f"bucket {index} came arranged and cannot be loaded so: {reason}")
+            reason = self._reason or "it has no arrangement of this bucket"
+            raise SessionError(f"bucket {index} came in part, only for the load plan: {reason}")
         return arranged.plan
 
     def finish(self) -> SyncOutcome:
@@ -214,7 +216,7 @@ class ModelLoader:
             self._reason = self._reason or MAKING_PLAN
         elif self._load_mode is _LoadMode.CHECK:
             self._syncs_since_check = 0
-            self._note("the plan was due for a check")
+            self._note("the plan was due for a check (recheck_every_n_syncs)")
         elif self._load_mode is _LoadMode.REPLAY:
             self._num_recordings = 0
         plan, backup = self.plan, backup_of(self._model)
@@ -235,7 +237,7 @@ class ModelLoader:
     def _why_not_recorded(self, first: BucketLayout) -> str | None:
         """Why no plan is made of a sync that begins with this bucket, or None."""
         if self._num_recordings >= MAX_RECORDINGS:
-            return f"{MAX_RECORDINGS} plans in a row did not last for one sync"
+            return f"{MAX_RECORDINGS} load plans in a row did not last for one sync"
         if self._unplannable is None or self._unplannable[0] != first:
             return None
         return self._unplannable[1]
@@ -337,9 +339,8 @@ class ModelLoader:
         self._reason = self._reason or reason
         if reason not in self._logged:
             self._logged.add(reason)
-            logger.warning(
-                "%s: eager load_weights instead of the plan: %s", type(self._model).__name__, reason
-            )
+            name = type(self._model).__name__
+            logger.warning("%s: load_weights loads buckets, not the load plan: %s", name, reason)
 
 
 def _proved_arrangements(plan: LoadPlan) -> ArrangedBuckets:
@@ -348,7 +349,7 @@ def _proved_arrangements(plan: LoadPlan) -> ArrangedBuckets:
         if arranged is not None:
             reason = why_misarranged(plan.buckets[index], arranged, plan.destinations)
             if reason is not None:
-                logger.error("whole buckets are wanted: number %d arranged: %s", index, reason)
+                logger.error("%s: bucket %d: %s", WHOLE_BUCKETS, index, reason)
                 return ALL_WHOLE
     return found
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -27,6 +27,7 @@ from sglang_loader.common.session.channel import Channel, engine_end
 from sglang_loader.common.session.messages import FromTrainer, SessionDescriptor, SessionError
 from sglang_loader.common.shared_memory import CannotMap, host_id
 from sglang_loader.load_plan.arrange import ALL_WHOLE, ArrangedBuckets
+from sglang_loader.session.findings import listed
 from sglang_loader.session.group_receiver import GroupReceiver
 from sglang_loader.session.mapped_memory import MappedMemory
 from sglang_loader.session.model_loader import ModelLoader, SyncOutcome, loader_of
@@ -292,7 +293,9 @@ class _Session:
         """Size of a bucket of which only the arranged bytes came."""
         arranged = self._arranged.bucket(message.index)
         if arranged is None or message.read_only:
-            raise SessionError(f"bucket {message.index} came arranged: it must be whole")
+            raise SessionError(
+                f"bucket {message.index} came in part: this engine rank reads it whole in this sync"
+            )
         return arranged_nbytes(arranged.arrangement)
 
     def _new_arrangements(self, trainer_has: str | None) -> bytes | None:
@@ -347,13 +350,12 @@ def _expect(kind: type[wire.FromTrainer], message: wire.FromTrainer) -> None:
 def _check_distinct(layouts: tuple[BucketLayout, ...]) -> None:
     """Raise SessionError if a tensor came twice; the last sync's layouts are not checked again."""
     global _last_distinct
-    if (
-        layouts != _last_distinct
-    ):  # quick where equal: `decode_layout` returns the same objects again
-        names = [tensor.name for layout in layouts for tensor in layout.tensors]
-        if len(set(names)) != len(names):
-            raise SessionError(f"{len(names)} tensors came, but only {len(set(names))} names")
-        _last_distinct = layouts
+    if layouts == _last_distinct:  # quick: `decode_layout` returns the same objects again
+        return
+    counts = Counter(tensor.name for layout in layouts for tensor in layout.tensors)
+    if repeated := [name for name, count in counts.items() if count > 1]:
+        raise SessionError(f"tensors came more than once: {listed(repeated)}")
+    _last_distinct = layouts
 
 
 def common_arrangements(found: Sequence[ArrangedBuckets]) -> ArrangedBuckets:

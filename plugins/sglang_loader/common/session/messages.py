@@ -333,8 +333,8 @@ def check_signature(descriptor: SessionDescriptor, secret: bytes) -> None:
     expected = signed(descriptor, secret).signature
     if not hmac.compare_digest(descriptor.signature.encode(), expected.encode()):
         raise SessionError(
-            f"the session of {descriptor.group} is not one of its trainer's, or was changed on its "
-            "way"
+            f"the session descriptor for {descriptor.group} has a wrong signature: it is not the "
+            "trainer's of that group, or was changed on its way"
         )
 
 
