@@ -95,7 +95,8 @@ def bench(
             try:
                 rows.append(measure(model, arm, on, runs, folder))
             except BrokenProcessPool:
-                _refuse(f"{arm} of {model}: its process was killed: is there memory for it?")
+                why = "most likely for lack of memory; --model takes a smaller one"
+                _refuse(f"--arms {arm}: the process that measures {model} was killed, {why}")
         if results is not None:
             write_results(results, "colocated", rows)
     print_table(rows, STAGES)

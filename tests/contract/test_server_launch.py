@@ -176,7 +176,7 @@ class TestRouter:
     def test_a_router_that_refuses_ends_the_launch(self, model):
         from verl_sglang_sync.engine.server_client.errors import RouterError
 
-        with pytest.raises(RouterError, match=r"did not take the server http://\[fd00::1\].*: no$"):
+        with pytest.raises(RouterError, match=r"did not add the server http://\[fd00::1\].*: no$"):
             self.launch_with(model, Router(failure="no"))
 
     def test_the_routers_health_checks_do_not_generate(self, model):

@@ -93,6 +93,6 @@ def test_a_trainer_learns_what_it_may_use(caplog):
     arrangements.learn(offer, BUCKETS)
     with caplog.at_level(logging.WARNING):
         arrangements.learn(b"noise", BUCKETS)
-    assert "the engine's arrangements do not fit: not arrangements" in caplog.text
+    assert "its arrangements do not fit them: not arrangements" in caplog.text
     assert arrangements.held_digest is None, "asked for them no more"
     assert arrangements.matching(BUCKETS) == NO_ARRANGEMENTS

@@ -90,7 +90,7 @@ def test_a_refusal_names_router_endpoint_status_and_message(dialect, where, stat
     with pytest.raises(RouterError) as error:
         talk(served, lambda client: client.add(SERVER))
     assert str(error.value).startswith(f"{served.url}{where}")
-    told = f"the router {served.url} did not take the server {SERVER}: health check failed"
+    told = f"the router {served.url} did not add the server {SERVER}: health check failed"
     assert str(error.value).endswith(f": HTTP {status}: {told}")
     assert error.value.status == status
 
@@ -119,7 +119,7 @@ def test_a_guard_that_finds_no_router_says_so(capfd):
         GuardedWorker(router_url="http://127.0.0.1:9", router_api_key=None, worker=worker)
     ).close()
     told, deadline = "", time.monotonic() + 20
-    while f"the router http://127.0.0.1:9 did not let the server {SERVER} go" not in told:
+    while f"the router http://127.0.0.1:9 did not remove the server {SERVER}" not in told:
         assert time.monotonic() < deadline, told
         time.sleep(0.05)
         told += capfd.readouterr().err

@@ -234,7 +234,9 @@ def test_a_stage_that_fails_on_one_leader_fails_on_all_ranks(pool, tmp_path, tp,
 def test_an_adapter_that_is_not_exported_leaves_the_engine_alone():
     events = []
     manager, _ = make_manager(events)
-    with pytest.raises(WeightSyncError, match=r"(?s)the adapter was not exported.*no such module"):
+    with pytest.raises(
+        WeightSyncError, match=r"(?s)the LoRA adapter was not exported.*no such module"
+    ):
         asyncio.run(manager.sync_adapter(lambda: {}["no such module"]))
     assert events == []
 

@@ -77,9 +77,8 @@ class EngineArrangements:
         except WireError as error:
             self._is_wanted = False
             self.forget()
-            logger.warning(
-                "buckets are sent whole, the engine's arrangements do not fit: %s", error
-            )
+            text = "an engine rank is sent whole buckets: its arrangements do not fit them: %s"
+            logger.warning(text, error)
         else:
             self._held = RankArrangements(digest_of(encoded), buckets)
 

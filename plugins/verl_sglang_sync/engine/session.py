@@ -175,7 +175,7 @@ class TrainerSession:
         for name in names:
             handle = handles.get(name)
             if handle is None and name not in self._mapped:
-                raise BlockNotMapped(f"the engine does not have block {name} mapped any more")
+                raise BlockNotMapped(f"the engine has unmapped the parameters' block {name}")
             self._announce(name, handle, keep=keep)
 
     def _announce(self, name: str, handle: BufferHandle | None, *, keep: bool) -> None:

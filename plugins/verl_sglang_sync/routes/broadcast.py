@@ -77,7 +77,7 @@ class GroupDelivery(Delivery):
         for engine in waiting:
             with engine.naming():
                 raise SessionError(f"no message from the engine {within}")
-        raise BroadcastError(f"bucket {self._travelling[0][0]} was not sent: nothing {within}")
+        raise BroadcastError(f"bucket {self._travelling[0][0]} was not sent {within}")
 
     def _has_room(self) -> bool:
         """True if another transfer may begin. If one has failed, raises the engine's reason for it,

@@ -121,7 +121,8 @@ class ExchangedBuckets(ShardBuckets):
             try:
                 self.receive()
             except Exception:
-                logger.warning("what other ranks wait for could not be sent", exc_info=True)
+                text = "this rank's part of a bucket could not be sent: other ranks may wait for it"
+                logger.warning(text, exc_info=True)
 
     def arranged(self, index: int, arrangement: Arrangement) -> torch.Tensor:
         """The arranged buffer of a received bucket; zero where nothing is read."""
@@ -143,7 +144,4 @@ class ExchangedBuckets(ShardBuckets):
         expected = gather_reads(arrangement, exported, found.device)
         if torch.equal(expected, found):
             return None
-        at = int((expected != found).nonzero()[0])
-        read = next(r for r in arrangement if r.start <= at < r.start + r.nbytes)
-        name = self.plan.buckets[index].layout.tensors[read.tensor].name
-        return f"{name} differs from the full export"
+        return self._differing(index, arrangement, int((expected != found).nonzero()[0]))

@@ -87,10 +87,11 @@ class SentBuckets(ShardBuckets):
                     expected = whole[piece.start : piece.start + piece.nbytes]
                     arrived = part[piece.offset - start :][: piece.nbytes]
                     if not torch.equal(expected, arrived):
-                        return f"bucket {index}, byte {piece.start}, differs from the full export"
+                        at = piece.start + int((expected != arrived).nonzero()[0])
+                        return self._differing(index, self.plan.reads[index][rank], at)
             start = stop
         if start != found.nbytes:
-            return f"bucket {index} is sent in {start} bytes, {found.sizes} are received"
+            return f"of bucket {index} {start} bytes are sent, {found.nbytes} are received"
         return None
 
 

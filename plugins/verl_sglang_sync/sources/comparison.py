@@ -76,7 +76,7 @@ class Comparison:
         assert self.traced is not None, "else there is a problem"
         found = self.traced.tensors.get(name)
         if found is None or (found.dtype, found.shape) != (exported.dtype, tuple(exported.shape)):
-            raise NotTraceable(f"{name} was not traced as it is exported")
+            raise NotTraceable(f"{name} was not traced, or not with this shape and dtype")
         if not exported.numel():
             return []
         flat = exported.detach().contiguous().view(-1).view(torch.uint8)

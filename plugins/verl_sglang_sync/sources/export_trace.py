@@ -167,7 +167,7 @@ class _Follower(TracingMode):
         local = parameter.to_local()
         source = self._names.get(_identity(parameter))
         if source is None:
-            self._refuse("a tensor is gathered that is none of the trainer's own")
+            self._refuse("the export gathers a tensor that is no parameter of the model")
         if (cause := self._computed.get(local.untyped_storage()._cdata)) is not None:
             self._refuse(f"{source} is computed by {cause}")
         if local.device.type != self._device.type:
@@ -185,13 +185,13 @@ class _Follower(TracingMode):
         """A tensor that is not sharded: every rank has all of it."""
         source = self._names.get(_identity(tensor))
         if source is None:
-            self._refuse(f"{name} is none of the trainer's own tensors, nor part of one")
+            self._refuse(f"{name} is no parameter of the model, nor part of one")
         if tensor.device.type != self._device.type:
             self._refuse(f"{name} is on {tensor.device}, the engine on {self._device}")
         own = self._sources[source]
         start, stop = own.storage_offset() * own.element_size(), own.untyped_storage().nbytes()
         if not own.is_contiguous() or (start, start + own.nbytes) != (0, stop):
-            self._refuse(f"{source} is a part of the memory that it is in")
+            self._refuse(f"{source} is only a part of its storage")
         everything = ByteMap.of(Region(0, (max(stop, 1),), (1,), 1))
         traced = Origin(self._add(source, everyone(stop, self._world_size)), everything)
         self._keep(tensor, traced)
@@ -219,7 +219,7 @@ class _Follower(TracingMode):
         whole = Read(0, view.offset, tuple(outer), run, 0)
         parts = list(compose_read(traced.bytes, whole)) if view.nbytes else []
         if len(parts) != 1:
-            self._refuse(f"{name} is a view of a copy that is no view of its parameter")
+            self._refuse(f"{name} has bytes of its parameter in no regular, strided order")
         return ByteMap(parts[0].offset, (*parts[0].dims, (parts[0].run, 1)))
 
     def __torch_dispatch__(
@@ -261,7 +261,7 @@ class _Follower(TracingMode):
         device = kwargs.get("device")
         if device is None or torch.device(device).type == shard.device.type:
             return None
-        return f"the parameters are offloaded ({shard.device.type}), and the export moves each"
+        return f"the parameters are offloaded ({shard.device.type}), and the export moves each one"
 
     def _computed_here(
         self, func: Any, given: list[torch.Tensor], args: Any, kwargs: dict[str, Any]
@@ -291,7 +291,7 @@ class _Follower(TracingMode):
         order = sorted(range(copy.dim()), key=lambda d: (-copy.stride(d), d))
         ordered = copy.permute(order)
         if not ordered.is_contiguous():
-            self._refuse(f"the export spreads tensors: {func}")
+            self._refuse(f"the export makes a copy with gaps: {func}")
         traced = self._traced.get(source.untyped_storage()._cdata)
         if traced is None:
             self._refuse(f"the export copies a tensor that it did not gather: {func}")

@@ -91,7 +91,7 @@ class SourcesSnapshot:
 
     def _first_other(self, now: Mapping[str, torch.Tensor]) -> str | None:
         if list(now) != self._names:
-            return f"the list of the trainer's {len(self._names)} tensors, {len(now)} now,"
+            return f"the list of the trainer's tensors ({len(self._names)} then, {len(now)} now)"
         columns = self._columns(list(now.values()))
         for number, (some, then) in enumerate(zip(columns, self._then, strict=True)):
             if some != then:

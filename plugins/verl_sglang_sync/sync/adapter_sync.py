@@ -59,7 +59,7 @@ class AdapterSync:
         with report.stage("export"):
             adapter, reason = result_or_reason(collect)
         if reason := common_reason(self._group, reason):
-            raise WeightSyncError(f"the adapter was not exported\n{reason}")
+            raise WeightSyncError(f"the LoRA adapter was not exported\n{reason}")
         assert adapter is not None, "no rank has failed"
 
         for stage, call, names in (
@@ -87,6 +87,6 @@ async def _on_each(engines: Iterable[Engine], call: Call, report: SyncReport, st
         outcomes = await asyncio.gather(*replies, return_exceptions=True)
     for outcome in outcomes:
         if stage == UNLOAD and isinstance(outcome, Exception):
-            logger.info("the adapter before was not unloaded: %s", outcome)
+            logger.info("the last LoRA adapter was not unloaded: %s", outcome)
         elif isinstance(outcome, BaseException):
             raise outcome

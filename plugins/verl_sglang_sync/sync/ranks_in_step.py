@@ -115,8 +115,8 @@ class RanksInStep:
         elif len(set(result.signatures)) > 1:
             numbers, checksums = map(list, zip(*result.signatures, strict=True))
             self.error = (
-                "weight sync failed: the ranks exported different tensors; by rank, number: "
-                f"{numbers}, checksum of what they are: {checksums}"
+                "weight sync failed: the trainer ranks exported different tensors; by rank, their "
+                f"numbers: {numbers}, checksums of names, shapes and dtypes: {checksums}"
             )
         return self.error is None and result.is_ready
 

@@ -42,7 +42,9 @@ from verl_sglang_sync.sync.session_run import SessionRun
 
 logger = logging.getLogger(__name__)
 
-OTHER_BYTES = "a sync is exported: an engine does not read the bytes that were prepared for it"
+NO_ARRANGEMENTS = (
+    "a sync is exported: an engine has no load plan for the parts of buckets that it was to be sent"
+)
 
 
 class SessionTransport:
@@ -194,7 +196,7 @@ class SessionTransport:
         needed = source.required_arrangements
         if needed is not None and not run.ranks.agree(is_ready=run.engines_hold(needed)):
             if run.ranks.error is None:
-                warn_once(OTHER_BYTES)
+                warn_once(NO_ARRANGEMENTS)
             assert self._route is not None, "an export needs no arrangements"
             self._route.is_proven = False  # the engine may recheck its plan: so does the route
             source = self._exported(task, is_compared=run.ranks.error is None)

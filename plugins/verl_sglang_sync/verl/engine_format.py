@@ -57,7 +57,7 @@ def _steps(stream: AsyncIterator[NamedTensor]) -> Iterator[NamedTensor]:
         except StopAsyncIteration:
             return
         else:
-            raise RuntimeError("verl's quantisation waits for something; expected plain steps")
+            raise RuntimeError("verl's quant_weights_by_name awaits; expected that it does not")
 
 
 @dataclass(frozen=True)

@@ -186,7 +186,10 @@ def rollout_of_this_process() -> WeightSyncRollout:
     """The rollout that verl has made in this process; there is at most one."""
     rollout = _rollout() if _rollout is not None else None
     if rollout is None:
-        raise RuntimeError("this process has no rollout of verl-sglang-sync")
+        raise RuntimeError(
+            "this process has no rollout of verl-sglang-sync: rollout.name is not 'sglang', or "
+            "another plugin replaced the rollout's class; see `verl-sglang-sync doctor`"
+        )
     return rollout
 
 

@@ -77,7 +77,7 @@ class RouterClient:
             worker = Worker(url, worker_id or url)
             self._wait_until_healthy(worker)
         except ServerError as error:
-            raise self._named(f"did not take the server {url}", error) from error
+            raise self._named(f"did not add the server {url}", error) from error
         return worker
 
     def remove(self, worker: Worker) -> None:
@@ -89,7 +89,7 @@ class RouterClient:
                 self._client.run(Call(_operation(_path(worker.id), "DELETE")))
         except ServerError as error:
             if error.status != 404:
-                what = f"did not let the server {worker.url} go"
+                what = f"did not remove the server {worker.url}"
                 raise self._named(what, error) from error
 
     def _add_by_query(self, query: dict[str, str]) -> Worker:

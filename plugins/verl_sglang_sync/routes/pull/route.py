@@ -89,7 +89,7 @@ class Pull(Route):
         elif empties_storages(weights) or self._located is None:
             reason = self._locate(weights, shares=True)
         if reason is not None:
-            warn_once(f"{self.not_taken} in a sync: {reason}")
+            warn_once(f"in a sync {self.not_taken}: {reason}")
             return None
         assert self._located is not None, "no reason, so it was located"
         # The trainer cannot free what an engine has mapped, and must where it offloads parameters:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from sglang_loader.common.regions.arrangement import Arrangement, Read
-from sglang_loader.common.regions.intervals import merge, num_bytes
+from sglang_loader.common.regions.intervals import merge, num_bytes, subtract
 from sglang_loader.common.session.messages import BucketPiece
 from verl_sglang_sync.sources.transfer_plan import Origin, Owners, shard_reads
 
@@ -256,7 +256,7 @@ def _check_filled_once(arrangement: Arrangement, filling: Sequence[Read]) -> Non
     wanted = merge((read.start, read.start + read.nbytes) for read in arrangement)
     filled = merge((read.start, read.start + read.nbytes) for read in filling)
     if wanted != filled:
-        missing = next((w for w, f in zip(wanted, [*filled, None], strict=False) if w != f), "more")
-        raise ValueError(f"the shards do not fill bytes {missing} of the arranged buffer as read")
+        missing, surplus = subtract(wanted, filled)[:3], subtract(filled, wanted)[:3]
+        raise ValueError(f"the shards do not fill what is read: {missing} missing, {surplus} more")
     if num_bytes(filled) != num_read(filling):
         raise ValueError("some bytes of the arranged buffer are filled twice")

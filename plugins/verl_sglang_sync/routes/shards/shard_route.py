@@ -108,11 +108,15 @@ class ShardBuckets(SyncSource):
         """
         raise NotImplementedError
 
+    def _differing(self, index: int, arrangement: Arrangement, byte: int) -> str:
+        """`difference` in the tensor that has this byte of a bucket's arranged buffer."""
+        read = next(r for r in arrangement if r.start <= byte < r.start + r.nbytes)
+        name = self.plan.buckets[index].layout.tensors[read.tensor].name
+        return f"{name} differs from the full export"
+
 
 class ShardRoute(Route):
-    """Base of the routes by a `ShardPlan`; a rank sends, or receives, `piece_nbytes` at a time. The
-    first `first_reader` ranks of the group read nothing.
-    """
+    """Base of the routes by a `ShardPlan`; a rank sends, or receives, `piece_nbytes` at a time."""
 
     def __init__(self, context: RouteContext, piece_nbytes: int) -> None:
         super().__init__(context, is_wanted=context.settings.exchange_shards)
@@ -248,7 +252,7 @@ class ShardRoute(Route):
         agreed = common_reason(self._group, reason)
         if agreed is not None:
             self.forget()
-            warn_once(f"{self.not_taken} in a sync: {agreed}")
+            warn_once(f"in a sync {self.not_taken}: {agreed}")
         return agreed is None
 
     def _prove(self, weights: Iterable[NamedTensor]) -> str | None:
@@ -269,7 +273,7 @@ def _first_problem(source: ShardBuckets, batches: Iterator[Batch]) -> str | None
     for index, bucket in enumerate(source.plan.buckets):
         batch, reason = result_or_reason(lambda: next(batches, None))
         if batch is None or batch.bucket.digest != bucket.digest:
-            batch, reason = None, reason or f"bucket {index} is not what it was"
+            batch, reason = None, reason or f"bucket {index} of the export has other tensors now"
         tensors = None if batch is None else batch.tensors
         del batch
         differs, failed = result_or_reason(partial(source.difference, index, tensors))
