@@ -239,6 +239,7 @@ def test_an_adapter_that_is_not_exported_leaves_the_engine_alone():
     ):
         asyncio.run(manager.sync_adapter(lambda: {}["no such module"]))
     assert events == []
+    assert manager.report.seconds == {}, "the next sync counts from zero"
 
 
 def test_a_wake_up_without_a_sync_reports_none(tmp_path):

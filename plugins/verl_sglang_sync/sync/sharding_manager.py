@@ -12,7 +12,8 @@ own memory between the sync and the KV cache.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any
 
 import torch
 from verl.utils.ulysses import BaseShardingManager
@@ -122,24 +123,25 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         Raises:
             WeightSyncError: on every rank, if any rank failed; the engine must not serve.
         """
-
-        try:
-            with self.report.stage("sync"):
-                await self._transport.sync(weights, version=version, report=self.report)
-        except WeightSyncError:
-            self.report = self._new_report()  # the next sync counts from zero
-            raise
-        self.report.weight_version = version
-        if not self._settings.free_cache_engine:
-            self._publish()
+        await self._reported(
+            self._transport.sync(weights, version=version, report=self.report), version
+        )
 
     async def sync_adapter(
         self, collect: Callable[[], AdapterUpdate], *, version: str | None = None
     ) -> None:
         """Have the engine serve a new state of its LoRA adapter; see `AdapterSync.sync`."""
         engines = {} if self._engine is None else {"its own": self._engine}
-        with self.report.stage("sync"):
-            await self._adapter.sync(collect, engines, self.report)
+        await self._reported(self._adapter.sync(collect, engines, self.report), version)
+
+    async def _reported(self, sync: Coroutine[Any, Any, None], version: str | None) -> None:
+        """Wait for a sync, and count it in the report, unless it fails."""
+        try:
+            with self.report.stage("sync"):
+                await sync
+        except WeightSyncError:
+            self.report = self._new_report()  # the next sync counts from zero
+            raise
         self.report.weight_version = version
         if not self._settings.free_cache_engine:
             self._publish()
