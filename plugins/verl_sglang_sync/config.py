@@ -18,11 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from sglang_loader.common.check_remarks import ManifestCheck
-from sglang_loader.common.engine_settings import (
-    GatePolicy,
-    HostBackup,
-    StaleRequests,
-)
+from sglang_loader.common.engine_settings import GatePolicy, HostBackup, StaleRequests
 from sglang_loader.common.session.messages import MAX_TIMEOUT_S
 from verl_sglang_sync.engine.server_client.operations import LIMITS, checked_base_url
 from verl_sglang_sync.engine.server_client.router import KEY_VARIABLE

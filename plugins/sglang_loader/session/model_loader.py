@@ -162,12 +162,7 @@ class ModelLoader:
         return self._checked.arranged
 
     def load(
-        self,
-        index: int,
-        layout: BucketLayout,
-        source: BucketSource,
-        *,
-        arranged: bool = False,
+        self, index: int, layout: BucketLayout, source: BucketSource, *, arranged: bool = False
     ) -> bool:
         """Load the `index`-th bucket of the sync; asynchronous on a GPU. The source stays as it is.
 

@@ -24,19 +24,9 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from sglang_loader.common.copies import synchronize_device
-from verl_sglang_sync.bench.arms import (
-    ARMS,
-    COPY_LIMIT,
-    Arm,
-    manager_of,
-    notes_of,
-)
+from verl_sglang_sync.bench.arms import ARMS, COPY_LIMIT, Arm, manager_of, notes_of
 from verl_sglang_sync.bench.engine_server import engine_server, wait_until_healthy
-from verl_sglang_sync.bench.model_shapes import (
-    MODELS,
-    tensor_shapes,
-    write_config,
-)
+from verl_sglang_sync.bench.model_shapes import MODELS, tensor_shapes, write_config
 from verl_sglang_sync.bench.results_file import medians
 from verl_sglang_sync.bench.trainers import ShardedModel, dtype_on, size_of
 
@@ -125,12 +115,7 @@ def copy_limit(model: str, device: torch.device, runs: int) -> dict[str, Any]:
 
 
 def measure(
-    model: str,
-    name: str,
-    device: torch.device,
-    runs: int,
-    folder: Path,
-    asleep_s: float = ASLEEP_S,
+    model: str, name: str, device: torch.device, runs: int, folder: Path, asleep_s: float = ASLEEP_S
 ) -> dict[str, Any]:
     """The row of an arm, which has a server and a process of its own, with logs in `folder`."""
     log = folder / f"trainer-{model}-{name}.log"

@@ -21,11 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from sglang_loader.common.session import messages as wire
-from sglang_loader.common.session.channel import (
-    Channel,
-    trainer_end,
-    trainer_end_on_network,
-)
+from sglang_loader.common.session.channel import Channel, trainer_end, trainer_end_on_network
 from sglang_loader.common.session.folder import SessionFolder
 from sglang_loader.common.session.messages import (
     FromEngine,
@@ -229,10 +225,7 @@ class TrainerSession:
     def finish(self, *, num_buckets: int, num_tensors: int, arrangements: str | None) -> None:
         """Tell the engine that all buckets were announced; see `Finish`."""
         self._send(
-            wire.Finish,
-            num_buckets=num_buckets,
-            num_tensors=num_tensors,
-            arrangements=arrangements,
+            wire.Finish, num_buckets=num_buckets, num_tensors=num_tensors, arrangements=arrangements
         )
 
     def commit(self, watch: Callable[[], None]) -> None:

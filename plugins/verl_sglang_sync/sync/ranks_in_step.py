@@ -7,11 +7,7 @@ import zlib
 from collections.abc import Callable
 from typing import TypeVar
 
-from verl_sglang_sync.collective import (
-    RankLost,
-    TrainerGroup,
-    WeightSyncError,
-)
+from verl_sglang_sync.collective import RankLost, TrainerGroup, WeightSyncError
 from verl_sglang_sync.engine.engine_ranks import drop_frames
 from verl_sglang_sync.sources.bucket_stream import Bucket
 

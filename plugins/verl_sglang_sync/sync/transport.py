@@ -262,11 +262,7 @@ class SessionTransport:
 
 
 def colocated_transport(
-    *,
-    engine: Engine | None,
-    settings: WeightSyncConfig,
-    group: TrainerGroup,
-    device: torch.device,
+    *, engine: Engine | None, settings: WeightSyncConfig, group: TrainerGroup, device: torch.device
 ) -> SessionTransport:
     """Carries the syncs of one replica, on the trainer ranks' devices: `SGLangShardingManager`."""
     num_buffers = settings.num_staging_buffers
@@ -275,10 +271,7 @@ def colocated_transport(
     context = RouteContext(group, device, settings, lambda: engines.readers)
     pull = Pull(context, lambda handle: engines.sockets.folder.record(handle))
     return SessionTransport(
-        context,
-        engines=engines,
-        routes=(pull, Exchange(context, ring)),
-        ring=ring,
+        context, engines=engines, routes=(pull, Exchange(context, ring)), ring=ring
     )
 
 

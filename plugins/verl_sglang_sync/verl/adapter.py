@@ -24,11 +24,7 @@ from verl_sglang_sync.verl.upstream import tp_ranks_share_adapters
 
 
 def collect_adapter(
-    weights: Iterable[NamedTensor],
-    peft_config: dict[str, Any],
-    *,
-    num_ranks: int,
-    is_leader: bool,
+    weights: Iterable[NamedTensor], peft_config: dict[str, Any], *, num_ranks: int, is_leader: bool
 ) -> AdapterUpdate:
     """Read verl's export of an adapter, with PEFT's names; collective over the trainer's ranks.
 

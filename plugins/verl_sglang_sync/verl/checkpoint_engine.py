@@ -36,7 +36,6 @@ from verl_sglang_sync.sync.transport import SessionTransport, disaggregated_tran
 from verl_sglang_sync.verl.engine_format import EngineFormat
 from verl_sglang_sync.verl.exports import make_exports_repeatable
 
-WIRE_FORMAT = "sglang_sync"
 NCCL_VARIABLE = "NCCL_CUMEM_ENABLE"
 
 
@@ -70,7 +69,7 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         ValueError: `checkpoint_engine.engine_kwargs.sglang_sync` is not empty.
     """
 
-    wire_format = WIRE_FORMAT
+    wire_format = BROADCAST_BACKEND
 
     def __init__(self, bucket_size: int, is_master: bool | None = None, **unknown: Any) -> None:
         if unknown:
@@ -132,7 +131,7 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         servers = await self._find_servers()
         replicas = [replica for _, replica in servers]
         version = None if global_steps is None else str(global_steps)
-        report = SyncReport(mode=f"{WIRE_FORMAT}/{self._settings.mode}", replica=None)
+        report = SyncReport(mode=f"{BROADCAST_BACKEND}/{self._settings.mode}", replica=None)
         with report.stage("sync"):
             adapter = getattr(weights, "adapter", None)
             if adapter is None or not self._all_have_base(replicas):

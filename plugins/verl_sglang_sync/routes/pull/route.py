@@ -27,12 +27,7 @@ import torch
 from sglang_loader.common.copies import synchronize
 from sglang_loader.common.session.messages import Loaded
 from sglang_loader.common.shared_memory import BufferHandle, host_id
-from verl_sglang_sync.collective import (
-    common_reason,
-    holds_everywhere,
-    own_rank,
-    result_or_reason,
-)
+from verl_sglang_sync.collective import common_reason, holds_everywhere, own_rank, result_or_reason
 from verl_sglang_sync.engine.engine_ranks import EngineRank
 from verl_sglang_sync.engine.session import BlockNotMapped, EngineCannotMap
 from verl_sglang_sync.report import SyncReport, warn_once

@@ -213,9 +213,7 @@ def _cut_one(read: Read, nbytes: int) -> tuple[Read, Read | None]:
     return replace(read, dims=((rows, stride), *inner)), tail
 
 
-def _laid_out(
-    by_rank: Sequence[Sequence[Read]],
-) -> tuple[list[list[tuple[Read, int]]], list[int]]:
+def _laid_out(by_rank: Sequence[Sequence[Read]]) -> tuple[list[list[tuple[Read, int]]], list[int]]:
     """By the other rank, its parts with their offsets in the buffer, and its bytes; both ends
     compute the same.
     """

@@ -21,12 +21,7 @@ import torch
 
 from sglang_loader.common.regions.arrangement import Arrangement
 from sglang_loader.common.session.messages import encode_pieces
-from verl_sglang_sync.collective import (
-    common_reason,
-    holds_everywhere,
-    own_rank,
-    result_or_reason,
-)
+from verl_sglang_sync.collective import common_reason, holds_everywhere, own_rank, result_or_reason
 from verl_sglang_sync.engine.arrangements import RankArrangements
 from verl_sglang_sync.report import SyncReport, warn_once
 from verl_sglang_sync.routes.route import ExportedSync, Route, RouteContext, SyncSource
