@@ -43,11 +43,11 @@ from verl_sglang_sync.routes.shards.exchange_plan import (  # noqa: E402
     PieceSends,
     Received,
     Sends,
-    num_read,
     pieces_of,
     plan_reader,
     plan_sends,
     received,
+    total_nbytes,
 )
 from verl_sglang_sync.sources.bucket_stream import BucketPlanner  # noqa: E402
 from verl_sglang_sync.sources.export_trace import TracedExport  # noqa: E402
@@ -131,7 +131,7 @@ def measure(case: Case) -> dict[str, Any]:
         with timed(seconds, "plan"):
             origins, owners = traced.origins_of(layout), traced.owners
             sends = plan_sends(rank, of_bucket, origins, owners)
-            needed = num_read(chain(*sends)) * PIECES_PER_BUCKET
+            needed = total_nbytes(chain(*sends)) * PIECES_PER_BUCKET
             pieces = pieces_of(sends, max(1, -(-needed // BUCKET_BYTES)))
             receives = plan_reader(rank, case.ranks, of_bucket[rank], origins, owners)
             found = received(receives, len(pieces))
@@ -173,7 +173,7 @@ class Exchanged:
     ) -> None:
         """Count one bucket's plan."""
         self._regions["own"] += len(sends[self._rank])
-        self._own_bytes += num_read(sends[self._rank])
+        self._own_bytes += total_nbytes(sends[self._rank])
         for name, reads, counted in (
             ("sends", sends, self._sent),
             ("receives", receives, self._received),
@@ -181,7 +181,7 @@ class Exchanged:
             for peer, parts in enumerate(reads):
                 if parts and peer != self._rank:
                     self._regions[name] += len(parts)
-                    counted[peer] += num_read(parts)
+                    counted[peer] += total_nbytes(parts)
         self._regions["found"] += len(found.pieces)
         self._num_collectives += len(pieces)
         self._num_messages += sum(

@@ -30,7 +30,7 @@ from sglang_loader.common.threads import in_thread
 
 Result = TypeVar("Result")
 
-STEP_S = 0.5
+AGREE_EVERY_S = 0.5
 """How long a rank waits for its engine before it tells the other ranks that it still waits."""
 MARGIN_S = 2.0
 """Added to the time limit, so that a rank can report a silent engine before the others time out."""
@@ -131,7 +131,7 @@ class TorchTrainerGroup(TrainerGroup):
 
         try:
             if self._group is None:
-                self._group = self._formed()
+                self._group = self._new_group()
             return gather_objects(item, dist.get_world_size(), all_gather)
         # gloo and the store raise RuntimeErrors. After a MemoryError this rank leaves the group,
         # too: its next collective would not be the one that the others are in.
@@ -143,7 +143,7 @@ class TorchTrainerGroup(TrainerGroup):
                 f"{self._timeout_s:g} s, or has ended\nrank {dist.get_rank()}: {error}"
             ) from None
 
-    def _formed(self) -> Any:
+    def _new_group(self) -> Any:
         """A new group; blocks until all ranks have come."""
         store = self._store()
         while store.add(f"lost/{self._number}", 0):
@@ -161,7 +161,7 @@ class TorchTrainerGroup(TrainerGroup):
         that is served by a stopped process never answers.
         """
 
-        def call(_: object) -> list[int]:
+        def roll_call(_: object) -> list[int]:
             store = self._store()
             store.add(f"lost/{self._number}", 1)
             keys = {rank: f"alive/{self._number}/{rank}" for rank in range(dist.get_world_size())}
@@ -172,7 +172,7 @@ class TorchTrainerGroup(TrainerGroup):
                 time.sleep(0.02)
             return list(keys)
 
-        self._roll_call = in_thread(call, "weight-sync-roll-call")
+        self._roll_call = in_thread(roll_call, "weight-sync-roll-call")
         try:
             missing = self._roll_call.result(2 * ROLL_CALL_S)
         except (TimeoutError, RuntimeError):
@@ -189,8 +189,8 @@ async def run_in_step(
 ) -> None:
     """Do this rank's part of a stage, and wait until all ranks have done theirs; collective.
 
-    Ranks agree every `STEP_S` while they wait for their engines, so that no rank times out, and
-    none waits for one that is gone.
+    Ranks agree every `AGREE_EVERY_S` while they wait for their engines, so that no rank times out,
+    and none waits for one that is gone.
 
     Args:
         stage: its name, for the error.
@@ -203,7 +203,7 @@ async def run_in_step(
     try:
         while True:
             failure = None
-            is_done = bool((await asyncio.wait((task,), timeout=STEP_S))[0])
+            is_done = bool((await asyncio.wait((task,), timeout=AGREE_EVERY_S))[0])
             if is_done and (error := task.exception()) is not None:
                 failure = "".join(traceback.format_exception(error))
             result = group.agree(failure, is_ready=is_done)

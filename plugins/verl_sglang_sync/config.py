@@ -172,10 +172,10 @@ COMPILED_KEYS = (
     "exchange_shards",
 )
 """Keys of a preset that apply only to mode "compiled"."""
-OF_VERL = ("exports_draft", "bucket_bytes", "multi_stage_wake_up", "free_cache_engine")
+VERL_KEYS = ("exports_draft", "bucket_bytes", "multi_stage_wake_up", "free_cache_engine")
 """Settings that are keys of verl's."""
 PRESET_KEYS = [
-    each.name for each in fields(WeightSyncConfig) if each.name not in (*COMPILED_KEYS, *OF_VERL)
+    each.name for each in fields(WeightSyncConfig) if each.name not in (*COMPILED_KEYS, *VERL_KEYS)
 ]
 _TYPES = get_type_hints(WeightSyncConfig, include_extras=True)
 _YAML_WORDS = {"host_backup": {True: "on", False: "off"}, "manifest_check": {False: "off"}}

@@ -86,7 +86,7 @@ def _remarks(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]:
             f"{ROLLOUT}.multi_stage_wake_up=True is ignored: free_cache_engine=False keeps the "
             "engine's memory resident, so there is nothing to wake in stages"
         )
-    algorithm = _drafts_by(config)
+    algorithm = _draft_algorithm(config)
     if algorithm and settings.draft_weights == "auto" and not settings.exports_draft:
         yield (
             f"speculative decoding ({algorithm}): no sync changes the draft model, because the "
@@ -100,7 +100,7 @@ def _remarks(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]:
         )
 
 
-def _drafts_by(config: DictConfig) -> str | None:
+def _draft_algorithm(config: DictConfig) -> str | None:
     """The algorithm of speculative decoding, if it has a draft model that can be synced."""
     algorithm = OmegaConf.select(config, f"{ENGINE}.speculative_algorithm")
     if OmegaConf.select(config, f"{MODEL}.mtp.enable_rollout"):
@@ -230,7 +230,7 @@ def _check_keys(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]
         without_effect.append(("free_cache_engine=False: nothing sleeps", SLEEP_KEYS))
     elif _serves_adapter(config):
         without_effect.append(("a LoRA adapter is served: the weights never sleep", SLEEP_KEYS))
-    if not _drafts_by(config):
+    if not _draft_algorithm(config):
         why = "no speculative decoding with a draft model that SGLang updates"
         without_effect.append((why, ("draft_weights",)))
     if settings.stale_requests != "wait":
@@ -254,7 +254,7 @@ _CHECKS: tuple[Callable[[DictConfig, WeightSyncConfig], Iterator[str]], ...] = (
 )
 
 
-def checking(validate_config: Callable[..., Any]) -> Callable[..., Any]:
+def with_recipe_check(validate_config: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap verl's `validate_config(config, ...)` so that `check_recipe` runs first.
 
     verl offers no hook between composing a recipe and `ray.init`; every trainer entry point calls

@@ -25,7 +25,7 @@ def register() -> None:
     import verl.utils.config
     from verl.workers.rollout import base, replica
 
-    from verl_sglang_sync.preflight import checking
+    from verl_sglang_sync.preflight import with_recipe_check
     from verl_sglang_sync.verl import checkpoint_engine  # noqa: F401  registers its backend
 
     base._ROLLOUT_REGISTRY[("sglang", "async")] = ROLLOUT_CLASS
@@ -38,7 +38,7 @@ def register() -> None:
         return WeightSyncReplica
 
     replica.RolloutReplicaRegistry.register("sglang", load_replica)
-    verl.utils.config.validate_config = checking(verl.utils.config.validate_config)
+    verl.utils.config.validate_config = with_recipe_check(verl.utils.config.validate_config)
 
 
 try:

@@ -8,7 +8,7 @@ def test_cuda_ipc_and_memory_saver_really_work():
     gpus = hardware.visible_gpus()
     for check in (
         hardware.gpu_check(gpus),
-        hardware.cuda_ipc_check(gpus, run_probe(hardware.look_at_cuda_ipc)),
+        hardware.cuda_ipc_check(gpus, run_probe(hardware.probe_cuda_ipc)),
         hardware.memory_saver_check(gpus),
         hardware.nccl_check(gpus),
     ):

@@ -16,11 +16,11 @@ from sglang_loader.common.regions.geometry import Region
 from unit.strided_moves import indices
 from verl_sglang_sync.routes.shards import exchange_plan
 from verl_sglang_sync.routes.shards.exchange_plan import (
-    num_read,
     pieces_of,
     plan_reader,
     plan_sends,
     received,
+    total_nbytes,
 )
 from verl_sglang_sync.sources.transfer_plan import Origin, everyone, nearest, shards_of_rows
 
@@ -174,7 +174,9 @@ def test_every_reader_finds_what_it_reads_in_what_it_receives(bucket, apart, num
         found = [received(each, num_pieces) for each in parts]
     arrived = [[] for _ in reads]
     parts_sent = [part for piece in pieces for sent in piece for part in sent.reads]
-    assert num_read(parts_sent) == sum(sum(its.payloads) for its in found), "nothing else is sent"
+    assert total_nbytes(parts_sent) == sum(sum(its.payloads) for its in found), (
+        "nothing else is sent"
+    )
     for number in range(num_pieces):
         for rank, sent in enumerate(piece[number] for piece in pieces):
             assert list(sent.nbytes) == [each.sizes[number][rank] for each in found], (
@@ -219,7 +221,7 @@ def test_all_ranks_send_in_every_piece_and_words_stay_whole():
     origins = [Origin(0, ByteMap.of(Region(i * row, (row,), (1,), 1))) for i in range(experts)]
     whole = tuple(Read(i, 0, (), row, i * row) for i in range(experts))
     plans = [plan_sends(rank, [whole] * 4, origins, [held]) for rank in range(world_size)]
-    assert {num_read(itertools.chain(*plan)) for plan in plans} == {experts * row}
+    assert {total_nbytes(itertools.chain(*plan)) for plan in plans} == {experts * row}
     for pieces in zip(*(pieces_of(plan, 3) for plan in plans), strict=True):
         for piece in pieces:
             assert sum(piece.nbytes) <= experts * row // 3 + 4 * exchange_plan.CUT_BYTES

@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 
 from unit.composed_recipe import ROLLOUT, SECTION, compose
 from verl_sglang_sync.config import COMPILED_KEYS, PRESET_KEYS
-from verl_sglang_sync.preflight import RecipeError, check_recipe, checking
+from verl_sglang_sync.preflight import RecipeError, check_recipe, with_recipe_check
 
 MODEL = "actor_rollout_ref.model"
 BUCKET = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
@@ -207,7 +207,7 @@ def test_a_composed_recipe_is_checked_before_verls_own_validation(recipe):
         seen.append((config, use_reference_policy, use_critic))
         return "verl's reply"
 
-    validate = checking(validate_config)
+    validate = with_recipe_check(validate_config)
     good, bad = recipe("flattened"), recipe("flattened", {BUCKET: 0})
     assert validate(good, True, use_critic=False) == "verl's reply"
     assert seen == [(good, True, False)]

@@ -154,7 +154,7 @@ def send_all(trainer, ring, *, arranged=False):
     """Both buckets, and that they are all, without a look at what the engine says."""
     report = SyncReport(mode="compiled", replica=0)
     export, stream = Export(list(WEIGHTS.items())), BucketStream(SETTINGS.bucket_bytes)
-    buckets = ExportedBuckets(export, stream, ring, report, asks_for_reads=True)
+    buckets = ExportedBuckets(export, stream, ring, report, asks_for_arrangements=True)
     for ready in buckets:
         assert ready.storage is not None
         slot = trainer.map_buffer(ready.storage, keep=True)

@@ -6,7 +6,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from verl_sglang_sync.sources.snapshot import STEP, SourcesChanged, SourcesSnapshot, module_state
+from verl_sglang_sync.sources.snapshot import (
+    NUM_TOGETHER,
+    SourcesChanged,
+    SourcesSnapshot,
+    module_state,
+)
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
 
@@ -30,7 +35,7 @@ def _keep_metrics(layer):
 
 
 def make_module():
-    module = nn.Sequential(*(Layer() for _ in range(STEP)), nn.Linear(4, 4, bias=False))
+    module = nn.Sequential(*(Layer() for _ in range(NUM_TOGETHER)), nn.Linear(4, 4, bias=False))
     for layer in module[:-1]:
         fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
     return fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
@@ -60,7 +65,7 @@ CHANGES = {
     "another parameter": lambda m: setattr(
         m[1].norm, "weight", nn.Parameter(m[1].norm.weight.detach().clone())
     ),
-    "moved data": lambda m: setattr(m[STEP - 1].scale, "data", m[1].scale.clone()),
+    "moved data": lambda m: setattr(m[NUM_TOGETHER - 1].scale, "data", m[1].scale.clone()),
     "another storage in the same place": lambda m: setattr(
         m[1], "scale", torch.from_dlpack(m[1].scale)
     ),

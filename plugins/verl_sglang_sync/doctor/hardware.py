@@ -75,7 +75,7 @@ def failed_reads(num_gpus: int, read: Callable[[int, int], None]) -> FailedReads
         return {pair: reason for pair, reason in reasons if reason}
 
 
-def look_at_cuda_ipc() -> FailedReads:
+def probe_cuda_ipc() -> FailedReads:
     """Probe: the pairs of GPUs that do not share memory between processes."""
     import torch
 

@@ -108,7 +108,7 @@ def version_check(name: str, tested: str, found: str, allowed: Requirement | Non
     return Check(title, WARN, f"{found}; tested with {others}", install)
 
 
-def look_at_verl() -> list[Check]:
+def probe_verl() -> list[Check]:
     """Probe: import verl and its rollout classes, and with them our entry point and sglang."""
     import verl.utils.config
     from verl.workers.rollout import base, replica
@@ -138,7 +138,7 @@ def look_at_verl() -> list[Check]:
         ours_check(  # before Ray starts
             "recipe checks",
             lambda: verl.utils.config.validate_config,
-            f"{NAME}.preflight.checking.<locals>.validate",
+            f"{NAME}.preflight.with_recipe_check.<locals>.validate",
         ),
     ]
 

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from rich.markup import escape
 from rich.table import Table
 
-from sglang_loader.probe import collect as look_at_sglang
+from sglang_loader.probe import collect as probe_sglang
 from verl_sglang_sync.doctor import hardware, installation, presets
 from verl_sglang_sync.doctor.check import FAIL, OK, Check, Status, last_line, run_probe
 
@@ -27,9 +27,9 @@ def diagnose(overrides: Sequence[str] = ()) -> list[Check]:
     gpus = hardware.visible_gpus()
     environment = {} if gpus else {"SGLANG_USE_CPU_ENGINE": "1"}  # sglang's import needs it
     with ThreadPoolExecutor(max_workers=3) as pool:
-        verl = pool.submit(run_probe, installation.look_at_verl, environment)
-        sglang = pool.submit(run_probe, look_at_sglang, environment)
-        reads = pool.submit(lambda: run_probe(hardware.look_at_cuda_ipc) if gpus else {})
+        verl = pool.submit(run_probe, installation.probe_verl, environment)
+        sglang = pool.submit(run_probe, probe_sglang, environment)
+        reads = pool.submit(lambda: run_probe(hardware.probe_cuda_ipc) if gpus else {})
 
         def recipes() -> list[Check]:
             all_read = reads.exception() is None and not reads.result()

@@ -152,7 +152,7 @@ class EngineRank:
     arrangements: EngineArrangements
 
     @contextmanager
-    def naming(self) -> Iterator[None]:
+    def naming_errors(self) -> Iterator[None]:
         """Errors of the body get the name of the engine rank."""
         try:
             yield
@@ -167,7 +167,7 @@ def for_each(engines: Sequence[EngineRank], step: Callable[[EngineRank], Result]
     """Results of a step for every engine rank; an error names its engine rank."""
     results = []
     for engine in engines:
-        with engine.naming():
+        with engine.naming_errors():
             results.append(step(engine))
     return results
 
@@ -200,6 +200,6 @@ def wait_for(
         if made > progress:
             deadline, progress = time.monotonic() + limit_s, made
         if time.monotonic() > deadline:
-            with waiting.naming():
+            with waiting.naming_errors():
                 raise SessionError(f"no message from the engine within {limit_s:g} s")
         waiting.session.wait_briefly()

@@ -22,7 +22,7 @@ import torch
 
 from sglang_loader.common.broadcast.broadcast import POLL_S, Broadcast, BroadcastError, Transfer
 from sglang_loader.common.session.messages import BucketPiece, SessionError, encode_pieces
-from verl_sglang_sync.collective import STEP_S
+from verl_sglang_sync.collective import AGREE_EVERY_S
 from verl_sglang_sync.engine.engine_ranks import EngineRank, for_each, poll
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.route import Delivery, InStep, ReadyBucket
@@ -58,7 +58,7 @@ class GroupDelivery(Delivery):
         deadline = time.monotonic() + self._limit_s
 
         def is_ready() -> bool:
-            pause = time.monotonic() + STEP_S
+            pause = time.monotonic() + AGREE_EVERY_S
             while True:
                 poll(self._engines)
                 waiting = [e for e in self._engines if e.session.num_receiving < num_receiving]
@@ -75,7 +75,7 @@ class GroupDelivery(Delivery):
     def _raise_late(self, waiting: Sequence[EngineRank]) -> NoReturn:
         within = f"within {self._limit_s:g} s"
         for engine in waiting:
-            with engine.naming():
+            with engine.naming_errors():
                 raise SessionError(f"no message from the engine {within}")
         raise BroadcastError(f"bucket {self._travelling[0][0]} was not sent {within}")
 

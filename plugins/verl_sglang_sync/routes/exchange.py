@@ -44,7 +44,7 @@ class Exchange(ShardRoute):
         return super().can_learn(weights) and world_size() > 1
 
     def _reserve(self, plan: ShardPlan) -> None:
-        self._ring.prepare([found.nbytes for (found,) in plan.found])
+        self._ring.prepare([found.nbytes for (found,) in plan.received])
 
     def _source_of(self, plan: ShardPlan, report: SyncReport) -> ShardBuckets:
         return ExchangedBuckets(plan, report, self._ring)
@@ -57,8 +57,8 @@ class ExchangedBuckets(ShardBuckets):
 
     def __init__(self, plan: ShardPlan, report: SyncReport, ring: StagingRing) -> None:
         super().__init__(plan, report)
-        self._moves = plan.all_to_all
-        self._found = [found for (found,) in plan.found]
+        self._all_to_all = plan.all_to_all
+        self._found = [found for (found,) in plan.received]
         self._ring = ring
         self._num_received = 0
 
@@ -67,7 +67,7 @@ class ExchangedBuckets(ShardBuckets):
         for index, bucket in enumerate(plan.buckets):
             with report.stage("gather"):
                 storage = self.receive()
-            held = self._ring.nbytes + self._moves.nbytes
+            held = self._ring.nbytes + self._all_to_all.nbytes
             report.staging_bytes = max(report.staging_bytes, held)
             yield ReadyBucket(
                 index,
@@ -95,16 +95,16 @@ class ExchangedBuckets(ShardBuckets):
         # With two collectives in a group at a time torch 2.11's gloo has crashed.
         num_ahead = NUM_TRAVELLING if buffer.is_cuda else 1
         stop = 0
-        for number, of_ranks in zip(self._moves.numbers_of(index), sizes, strict=True):
+        for number, of_ranks in zip(self._all_to_all.numbers_of(index), sizes, strict=True):
             start, stop = stop, stop + sum(of_ranks)
             try:
                 if len(travelling) == num_ahead:
                     travelling.popleft().wait()
-                self._moves.pack(number)
+                self._all_to_all.pack(number)
             except Exception as error:
                 errors.append(error)
             try:
-                travelling.append(self._moves.launch(number, buffer[start:stop], of_ranks))
+                travelling.append(self._all_to_all.launch(number, buffer[start:stop], of_ranks))
             except Exception as error:
                 errors.append(error)
         for work in travelling:

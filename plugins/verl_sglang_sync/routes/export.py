@@ -30,7 +30,7 @@ class ExportedBuckets(SyncSource):
     ring: StagingRing | None
     report: SyncReport
     _: KW_ONLY
-    asks_for_reads: bool
+    asks_for_arrangements: bool
     comparison: Comparison | None = None
 
     def __post_init__(self) -> None:

@@ -34,7 +34,7 @@ class PullAndSend(Send):
     """Route "send" for far replicas, and `pull`, used by no other route, for near ones if any."""
 
     def __init__(self, context: RouteContext, pull: Pull, process_group: Callable[[], Any]) -> None:
-        far, self._everyone, self._pull = copy(context), context.readers, pull
+        far, self._all_readers, self._pull = copy(context), context.readers, pull
         far.readers = lambda: [each for each in context.readers() if not each.reads_in_place]
         super().__init__(far, process_group)
 
@@ -50,8 +50,8 @@ class PullAndSend(Send):
 
     def learn(self, sync: ExportedSync) -> bool:
         near = self._near(sync)
-        super().learn(_part(sync, [not each for each in near]))
-        if self.is_proven and any(near) and not self._pull.prove(_part(sync, near)):
+        super().learn(_of_engine_ranks(sync, [not each for each in near]))
+        if self.is_proven and any(near) and not self._pull.prove(_of_engine_ranks(sync, near)):
             return self.learn(sync)  # again, without `Pull`: it is off
         return False
 
@@ -60,10 +60,10 @@ class PullAndSend(Send):
         then route "pull" has been tried before.
         """
         self._pull.forget()
-        reasons = self._pull.why_not(sync.loaded)
+        reasons = self._pull.why_not_in_place(sync.loaded)
         may_pull = any(reasons) and self._pull.can_learn(sync.weights)
         near = [may_pull and reason is None for reason in reasons]
-        for reader, is_near in zip(self._everyone(), near, strict=False):
+        for reader, is_near in zip(self._all_readers(), near, strict=False):
             reader.reads_in_place = is_near
         return near
 
@@ -77,7 +77,7 @@ class PullAndSend(Send):
         self._pull.forget()
 
 
-def _part(sync: ExportedSync, taken: Sequence[bool]) -> ExportedSync:
+def _of_engine_ranks(sync: ExportedSync, taken: Sequence[bool]) -> ExportedSync:
     """As if these engine ranks alone had taken part."""
     return replace(sync, loaded=list(compress(sync.loaded, taken)))
 
@@ -100,14 +100,14 @@ class PulledAndSent(SyncSource, Delivery):
         far = [each for each in engines if not each.arrangements.reads_in_place]
         pulled, sent = self._pulled.delivery(near, in_step), self._sent.delivery(far, in_step)
         assert pulled is not None and sent is not None
-        self._ways = pulled, sent
+        self._deliveries = pulled, sent
         return self
 
     def __iter__(self) -> Iterator[ReadyBucket]:
         return iter(self._sent)
 
     def deliver(self, ready: ReadyBucket) -> bool:
-        return all(way.deliver(ready) for way in self._ways)
+        return all(each.deliver(ready) for each in self._deliveries)
 
     def confirm(self) -> None:
         self._pulled.confirm()

@@ -97,12 +97,13 @@ class SyncSource:
     nothing by default.
 
     Attributes:
-        asks_for_reads: engines are asked what they read of the buckets, to be sent only that later.
+        asks_for_arrangements: engines are asked what they read of the buckets, to be sent only that
+            later.
         required_arrangements: by engine rank of this rank, the digest of the arrangements that it
             must hold, "" where it gets whole buckets; None: all do.
     """
 
-    asks_for_reads = True
+    asks_for_arrangements = True
     required_arrangements: Sequence[str] | None = None
 
     def start(self) -> None:

@@ -114,14 +114,14 @@ class SendDelivery(GroupDelivery):
     def deliver(self, ready: ReadyBucket) -> bool:
         """Announce a bucket, and send it as soon as all engine ranks receive it."""
         for reader, engine in enumerate(self._engines):
-            with engine.naming():
+            with engine.naming_errors():
                 engine.session.load(
                     ready.index,
                     ready.bucket,
                     self._plan.pieces_in(ready.index, reader, 0),
                     read_only=False,
                     arranged=self._plan.arrangements[reader].is_arranged(ready.index),
-                    receives=self._plan.found[ready.index][reader].sizes,
+                    receives=self._plan.received[ready.index][reader].sizes,
                 )
         for number in self._plan.all_to_all.numbers_of(ready.index):
             with self._report.stage("load"):

@@ -198,7 +198,7 @@ class BucketStream:
                 return
             held.update(read)
             del read
-            yield _taken(held, index, cut.bucket)
+            yield _batch(held, index, cut.bucket)
         self._cuts = cuts
 
     def _planned(
@@ -216,7 +216,7 @@ class BucketStream:
             bucket = Bucket.of(layout, is_last=is_last)
             cuts.append(Cut(bucket, _columns(read)))
             read.clear()
-            return _taken(held, index + len(cuts) - 1, bucket)
+            return _batch(held, index + len(cuts) - 1, bucket)
 
         first.reverse()
         while True:
@@ -237,7 +237,7 @@ class BucketStream:
         self._cuts = cuts or None
 
 
-def _taken(held: dict[str, torch.Tensor], index: int, bucket: Bucket) -> Batch:
+def _batch(held: dict[str, torch.Tensor], index: int, bucket: Bucket) -> Batch:
     return Batch(index, bucket, [held.pop(entry.name) for entry in bucket.layout.tensors])
 
 

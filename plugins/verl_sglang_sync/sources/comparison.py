@@ -44,7 +44,7 @@ class Comparison:
     def __post_init__(self) -> None:
         self._shards: dict[int, torch.Tensor] = {}
         self._seen: set[str] = set()
-        self._answers: list[tuple[str, torch.Tensor]] = []
+        self._differences: list[tuple[str, torch.Tensor]] = []
         self._ahead_bytes = 0
 
     def add(self, exported: Iterable[NamedTensor]) -> None:
@@ -66,12 +66,12 @@ class Comparison:
     def _add(self, named: Iterable[NamedTensor]) -> None:
         for name, exported in named:
             self._seen.add(name)
-            self._answers += [(name, answer) for answer in self._differs(name, exported)]
+            self._differences += [(name, answer) for answer in self._compared(name, exported)]
             self._ahead_bytes += exported.nbytes
             if self._ahead_bytes > MAX_AHEAD_BYTES:
                 self._wait()
 
-    def _differs(self, name: str, exported: torch.Tensor) -> list[torch.Tensor]:
+    def _compared(self, name: str, exported: torch.Tensor) -> list[torch.Tensor]:
         """Does it differ from its parameter? A bool on the device for each part on this rank."""
         assert self.traced is not None, "else there is a problem"
         found = self.traced.tensors.get(name)
@@ -97,7 +97,7 @@ class Comparison:
 
     def _wait(self) -> None:
         """Wait for the device's answers so far, and note the first difference."""
-        answers, self._answers, self._ahead_bytes = self._answers, [], 0
+        answers, self._differences, self._ahead_bytes = self._differences, [], 0
         if not answers or self.problem is not None:
             return
         differ, self.problem = result_or_reason(

@@ -81,7 +81,7 @@ def trace_conversions(
                     f"{parameter.stride()}, the engine on {device}"
                 )
             codes = _Codes(parameter, rank, world_size)
-            plain = _answered(conversion, codes, is_scrambled=False)
+            plain = _converted(conversion, codes, is_scrambled=False)
             kind = conversion.kind, parameter.shape, parameter.dtype
             seen = _fingerprints(plain)
             if kind not in examples or examples[kind][0] != seen:
@@ -109,7 +109,7 @@ def _fingerprints(converted: Sequence[NamedTensor]) -> list[object]:
 def _origins(
     conversion: Conversion, codes: _Codes, plain: Sequence[NamedTensor]
 ) -> list[tuple[Owners, ByteMap]]:
-    scrambled = _answered(conversion, codes, is_scrambled=True)
+    scrambled = _converted(conversion, codes, is_scrambled=True)
     if [name for name, _ in plain] != [name for name, _ in scrambled]:
         raise NotTraceable(f"what {conversion.source} becomes depends on its values")
     found = []
@@ -121,10 +121,10 @@ def _origins(
     return found
 
 
-def _answered(conversion: Conversion, codes: _Codes, *, is_scrambled: bool) -> list[NamedTensor]:
+def _converted(conversion: Conversion, codes: _Codes, *, is_scrambled: bool) -> list[NamedTensor]:
     given = codes.scramble(codes.own) if is_scrambled else codes.own.clone()
     try:
-        with _Answers(codes, is_scrambled=is_scrambled).tracing("the conversion"):
+        with _SimulatedCollectives(codes, is_scrambled=is_scrambled).tracing("the conversion"):
             return list(conversion.convert(given.view(conversion.parameter.shape)))
     except NotTraceable as error:
         raise NotTraceable(f"{conversion.source}: {error}") from error
@@ -189,7 +189,7 @@ class _Codes:
         return number - (1 << self._bits if number >> (self._bits - 1) else 0)
 
 
-class _Answers(TracingMode):
+class _SimulatedCollectives(TracingMode):
     """Computes the results of collectives of codes, without communication."""
 
     def __init__(self, codes: _Codes, *, is_scrambled: bool) -> None:

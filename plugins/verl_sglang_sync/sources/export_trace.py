@@ -90,13 +90,13 @@ def trace_export(
     Raises:
         NotTraceable: a tensor is computed, moved, or comes from elsewhere.
     """
-    follower = _Follower(sources(), world_size, device)
+    tracer = _ExportTracer(sources(), world_size, device)
     tensors: dict[str, TracedTensor] = {}
-    with follower.tracing("the export"), torch.no_grad(), follower.instead_of_gathering():
+    with tracer.tracing("the export"), torch.no_grad(), tracer.instead_of_gathering():
         for name, tensor in export:
             if name not in tensors:  # a tied embedding comes twice
-                tensors[name] = follower.describe(name, tensor)
-    return TracedExport(tuple(follower.parameters), tensors)
+                tensors[name] = tracer.traced_tensor(name, tensor)
+    return TracedExport(tuple(tracer.parameters), tensors)
 
 
 class TracingMode(TorchDispatchMode):
@@ -123,7 +123,7 @@ class TracingMode(TorchDispatchMode):
         raise NotTraceable(reason)
 
 
-class _Follower(TracingMode):
+class _ExportTracer(TracingMode):
     """Knows of every storage in the export which parameter's bytes it holds."""
 
     def __init__(
@@ -148,22 +148,23 @@ class _Follower(TracingMode):
             if threading.get_ident() != thread:
                 return gather(tensor, **kwargs)
             with _disable_current_modes():
-                return self._stand_in(tensor)
+                return self._gathered(tensor)
 
         with mock.patch.object(DTensor, "full_tensor", full_tensor):
             yield
 
-    def describe(self, name: str, tensor: torch.Tensor) -> TracedTensor:
+    def traced_tensor(self, name: str, tensor: torch.Tensor) -> TracedTensor:
         if isinstance(tensor, DTensor):
             self._refuse(f"{name} is exported as a shard")
         storage = tensor.untyped_storage()
         if storage._cdata in self._computed:
             self._refuse(f"{name} is computed by {self._computed[storage._cdata]}")
-        traced = self._traced.get(storage._cdata) or self._plain(name, tensor)
-        origin = Origin(traced.parameter, self._within(traced, tensor, name))
+        traced = self._traced.get(storage._cdata) or self._unsharded(name, tensor)
+        origin = Origin(traced.parameter, self._bytes_of_view(traced, tensor, name))
         return TracedTensor(tensor.dtype, tuple(tensor.shape), origin)
 
-    def _stand_in(self, parameter: DTensor) -> torch.Tensor:
+    def _gathered(self, parameter: DTensor) -> torch.Tensor:
+        """What `full_tensor` gives: the shape and dtype of the whole parameter, without memory."""
         local = parameter.to_local()
         source = self._names.get(_identity(parameter))
         if source is None:
@@ -181,7 +182,7 @@ class _Follower(TracingMode):
         self._keep(full, Origin(self._add(source, owners), everything))
         return full
 
-    def _plain(self, name: str, tensor: torch.Tensor) -> Origin:
+    def _unsharded(self, name: str, tensor: torch.Tensor) -> Origin:
         """A tensor that is not sharded: every rank has all of it."""
         source = self._names.get(_identity(tensor))
         if source is None:
@@ -206,7 +207,7 @@ class _Follower(TracingMode):
         self._kept.append(storage)
         self._traced[storage._cdata] = traced
 
-    def _within(self, traced: Origin, tensor: torch.Tensor, name: str) -> ByteMap:
+    def _bytes_of_view(self, traced: Origin, tensor: torch.Tensor, name: str) -> ByteMap:
         """The bytes of a view of traced memory, as bytes of the parameter."""
         size = tensor.element_size()
         offset = int(tensor.storage_offset()) * size
@@ -295,7 +296,7 @@ class _Follower(TracingMode):
         traced = self._traced.get(source.untyped_storage()._cdata)
         if traced is None:
             self._refuse(f"the export copies a tensor that it did not gather: {func}")
-        bytes_ = self._within(traced, source.permute(order), "a copy")
+        bytes_ = self._bytes_of_view(traced, source.permute(order), "a copy")
         self._keep(copy, Origin(traced.parameter, bytes_))
         return copy
 

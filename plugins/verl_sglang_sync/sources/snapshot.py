@@ -27,7 +27,7 @@ the exported tensors lie (a `TracedExport`): called once the export has been mad
 marked with an attribute `empties_storages`.
 """
 
-STEP = 64
+NUM_TOGETHER = 64
 """Tensors that are looked at together."""
 
 Columns = tuple[list[Any], ...]
@@ -97,16 +97,16 @@ class SourcesSnapshot:
             if some != then:
                 rows = zip(zip(*some, strict=True), zip(*then, strict=True), strict=True)
                 first = [row == before for row, before in rows].index(False)
-                return self._names[number * STEP + first]
+                return self._names[number * NUM_TOGETHER + first]
         return None
 
     def _columns(self, tensors: Sequence[torch.Tensor]) -> Iterator[Columns]:
-        """What is compared, of `STEP` tensors: few objects live at a time, for Python's garbage
-        collector. Without addresses, the first tensor's position stands for its storage.
+        """What is compared, of `NUM_TOGETHER` tensors: few objects live at a time, for Python's
+        garbage collector. Without addresses, the first tensor's position stands for its storage.
         """
         first: dict[int, int] = {}
-        for start in range(0, len(tensors), STEP):
-            some = tensors[start : start + STEP]
+        for start in range(0, len(tensors), NUM_TOGETHER):
+            some = tensors[start : start + NUM_TOGETHER]
             locals_ = locals_of(some)
             storages = [local.untyped_storage()._cdata for local in locals_]
             if self._with_addresses:

@@ -38,7 +38,7 @@ class AdapterSync:
 
     def __init__(self, group: TrainerGroup) -> None:
         self._group = group
-        self._were_told: set[str] = set()  # engines that may serve an adapter already
+        self._with_adapter: set[str] = set()  # engines that may serve an adapter already
 
     async def sync(
         self,
@@ -63,13 +63,13 @@ class AdapterSync:
         assert adapter is not None, "no rank has failed"
 
         for stage, call, names in (
-            (UNLOAD, adapter.unload, self._were_told & engines.keys()),
+            (UNLOAD, adapter.unload, self._with_adapter & engines.keys()),
             ("load_adapter", adapter.load, set(engines)),
         ):
             work = None
             if names:
                 work = _on_each([engines[name] for name in names], call, report, stage)
-                self._were_told |= names
+                self._with_adapter |= names
             await run_in_step(self._group, stage, work)
         report.count_bucket(adapter.num_tensors, adapter.nbytes)
         report.sent_bytes += adapter.nbytes

@@ -109,14 +109,14 @@ class RemoteEngines:
         engines: list[EngineRank] = []
         group: UpdateGroup | None = None
         if groups is not None:
-            group = ranks.run_if_ok(lambda: self._formed(groups, task.replicas))
+            group = ranks.run_if_ok(lambda: self._group_of(groups, task.replicas))
         senders: str | None = ""
         if self._may_send():
-            self._sending = ranks.run_always(lambda: self._formed_to_send(group))
+            self._sending = ranks.run_always(lambda: self._sending_group_of(group))
             senders = None if self._sending is None else self._sending.name
         if group is None or senders is None:
             return (), MappedDelivery((), settings, task.report)
-        ranks.run_if_ok(lambda: self._ask(group, senders, stack, task.version, engines))
+        ranks.run_if_ok(lambda: self._open_sessions(group, senders, stack, task.version, engines))
         limit_s = settings.request_timeout_s
         delivery = BroadcastDelivery(engines, group.process_group, limit_s, task.report)
         return engines, delivery
@@ -127,7 +127,7 @@ class RemoteEngines:
         assert self._sending is not None, "formed before the sessions were opened"
         return self._sending.process_group
 
-    def _formed(self, groups: UpdateGroups, replicas: Sequence[Replica]) -> UpdateGroup:
+    def _group_of(self, groups: UpdateGroups, replicas: Sequence[Replica]) -> UpdateGroup:
         group = groups.with_replicas(replicas)
         if group.name != self._readers_group:
             self._senders.abandon()  # its engine ranks leave when the next is formed
@@ -141,7 +141,7 @@ class RemoteEngines:
             ]
         return group
 
-    def _formed_to_send(self, group: UpdateGroup | None) -> UpdateGroup:
+    def _sending_group_of(self, group: UpdateGroup | None) -> UpdateGroup:
         """The group of all trainer ranks and the replicas that do not read in place; collective.
         `group`: of the first rank and all replicas; None: it has failed, or this is another rank.
         """
@@ -152,7 +152,7 @@ class RemoteEngines:
         is_same = world_size() == 1 and len(sent_to) == len(group.replicas)
         return group if is_same else self._senders.with_replicas(sent_to)
 
-    def _ask(
+    def _open_sessions(
         self,
         group: UpdateGroup,
         senders: str,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sglang_loader.common.session.messages import Loaded, SessionError
-from verl_sglang_sync.collective import STEP_S
+from verl_sglang_sync.collective import AGREE_EVERY_S
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.engine_ranks import EngineRank, OpeningRequest, for_each, wait_for
 from verl_sglang_sync.engine.session import EngineFailed
@@ -66,8 +66,8 @@ class SessionRun:
         def meet() -> bool:
             while unmet:
                 engine = unmet[0]
-                with engine.naming():
-                    if not engine.session.greet(engine.request.check, wait_s=STEP_S):
+                with engine.naming_errors():
+                    if not engine.session.greet(engine.request.check, wait_s=AGREE_EVERY_S):
                         if time.monotonic() > deadline:
                             raise SessionError(f"the engine did not join within {limit_s:g} s")
                         return False
@@ -97,9 +97,9 @@ class SessionRun:
 
     def finish(self, source: SyncSource, meanwhile: Callable[[], None]) -> list[Loaded]:
         """Call `meanwhile` while the engine ranks read to the end; returns how each has loaded."""
-        ranks, asks = self.ranks, source.asks_for_reads
+        ranks, asks = self.ranks, source.asks_for_arrangements
         for engine in self.engines:
-            with engine.naming():
+            with engine.naming_errors():
                 engine.session.finish(
                     num_buckets=ranks.num_buckets,
                     num_tensors=ranks.num_tensors,
@@ -139,7 +139,7 @@ class SessionRun:
         def are_answered() -> bool:
             if defers_reply:
                 return True
-            have_come = all(request.wait(STEP_S) for request in requests)
+            have_come = all(request.wait(AGREE_EVERY_S) for request in requests)
             if have_come:
                 for request in requests:
                     request.result()

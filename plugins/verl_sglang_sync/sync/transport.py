@@ -158,7 +158,7 @@ class SessionTransport:
         source.end()
         self._record_loaded(run, loaded, report)
         if isinstance(source, ExportedBuckets):
-            routes = self._routes if source.asks_for_reads else self._routes[:1]
+            routes = self._routes if source.asks_for_arrangements else self._routes[:1]
             exported = ExportedSync(task.weights, loaded, source.comparison)
             self._learn_routes(routes, exported, report)
 
@@ -183,7 +183,7 @@ class SessionTransport:
             self._stream,
             self._ring,
             report,
-            asks_for_reads=asks,
+            asks_for_arrangements=asks,
             comparison=comparison,
         )
 

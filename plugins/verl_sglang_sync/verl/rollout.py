@@ -95,7 +95,11 @@ class WeightSyncRollout(ServerAdapter):  # type: ignore[misc]
             async for _ in weights:  # the trainer has sent them straight to the engine
                 raise AssertionError("a broadcast sync yields no tensors")
             return
-        if self._settings is None or wire_format != "named_tensors" or self._is_received(weights):
+        if (
+            self._settings is None
+            or wire_format != "named_tensors"
+            or self._comes_from_other_backend(weights)
+        ):
             await super().update_weights(weights, global_steps, wire_format, **kwargs)
             return
         manager = await self._sharding_manager()
@@ -116,7 +120,7 @@ class WeightSyncRollout(ServerAdapter):  # type: ignore[misc]
             await self.server_actor.set_global_steps.remote(global_steps)
         await self._keep_metrics(manager)
 
-    def _is_received(self, weights: Any) -> bool:
+    def _comes_from_other_backend(self, weights: Any) -> bool:
         """True if another checkpoint engine delivers the weights, tensor by tensor; warns once."""
         if not hasattr(weights, "__aiter__"):
             return False

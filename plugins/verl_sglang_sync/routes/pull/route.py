@@ -103,13 +103,13 @@ class Pull(Route):
 
     def learn(self, sync: ExportedSync) -> bool:
         self.forget()
-        reasons = self.why_not(sync.loaded)
+        reasons = self.why_not_in_place(sync.loaded)
         for reason in filter(None, dict.fromkeys(reasons)):
             num = f"{reasons.count(reason)} of {len(reasons)} engine ranks"
             warn_once(f"{num} cannot read the trainer's parameters in place: {reason}")
         return not any(reasons) and self.prove(sync)
 
-    def why_not(self, loaded: Sequence[Loaded]) -> list[str | None]:
+    def why_not_in_place(self, loaded: Sequence[Loaded]) -> list[str | None]:
         """By engine rank of all trainer ranks: why its replica cannot read in place; collective."""
         readers, reasons = self._readers(), dict[int, str]()
         for reader, outcome in zip(readers, loaded, strict=True):
@@ -248,7 +248,7 @@ class Pull(Route):
 class PulledBuckets(SyncSource, Delivery):
     """Buckets that lie in the trainer ranks' parameters, which engines may keep mapped."""
 
-    asks_for_reads = False
+    asks_for_arrangements = False
 
     _route: Pull
     _located: Located
@@ -275,7 +275,7 @@ class PulledBuckets(SyncSource, Delivery):
 
     def deliver(self, ready: ReadyBucket) -> bool:
         for engine, pieces in self._pairs:
-            with engine.naming():
+            with engine.naming_errors():
                 engine.session.load(ready.index, ready.bucket, pieces[ready.index], read_only=True)
         return True
 

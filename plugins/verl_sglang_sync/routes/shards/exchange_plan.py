@@ -134,7 +134,7 @@ def received(
     found.sort(key=lambda piece: piece.start)
     if joins:
         found = _joined(_joined(found))
-    return Received(sizes, found, list(map(num_read, receives)))
+    return Received(sizes, found, list(map(total_nbytes, receives)))
 
 
 def _joined(pieces: Sequence[BucketPiece]) -> list[BucketPiece]:
@@ -174,7 +174,7 @@ def pieces_of(sends: Sends, num_pieces: int) -> list[PieceSends]:
 
 def _cut(reads: Sequence[Read], num_pieces: int) -> list[list[Read]]:
     """Divide reads into about equal parts; depends only on sizes, so both ends do the same."""
-    total, stop = num_read(reads), 0
+    total, stop = total_nbytes(reads), 0
     pieces: list[list[Read]] = [[] for _ in range(num_pieces)]
     piece = 0
     for read in reads:
@@ -244,7 +244,7 @@ def _pieces_at(base: int, pairs: Sequence[tuple[Read, int]]) -> list[BucketPiece
     return pieces
 
 
-def num_read(reads: Iterable[Read]) -> int:
+def total_nbytes(reads: Iterable[Read]) -> int:
     """Total bytes of some reads."""
     return sum(read.nbytes for read in reads)
 
@@ -256,5 +256,5 @@ def _check_filled_once(arrangement: Arrangement, filling: Sequence[Read]) -> Non
     if wanted != filled:
         missing, surplus = subtract(wanted, filled)[:3], subtract(filled, wanted)[:3]
         raise ValueError(f"the shards do not fill what is read: {missing} missing, {surplus} more")
-    if num_bytes(filled) != num_read(filling):
+    if num_bytes(filled) != total_nbytes(filling):
         raise ValueError("some bytes of the arranged buffer are filled twice")

@@ -29,11 +29,11 @@ from verl_sglang_sync.routes.shards.all_to_all import AllToAll
 from verl_sglang_sync.routes.shards.exchange_plan import (
     Received,
     Sends,
-    num_read,
     pieces_of,
     plan_reader,
     plan_sends,
     received,
+    total_nbytes,
 )
 from verl_sglang_sync.sources.bucket_stream import Batch, Bucket
 from verl_sglang_sync.sources.export import Export, NamedTensor
@@ -52,7 +52,7 @@ class ShardPlan:
         reads: by bucket, what each rank of the group reads.
         first_reader: rank of the first engine rank in the group; those before it read nothing.
         arrangements: of this rank's engine ranks.
-        found: by bucket, where each of these finds it in what it receives.
+        received: by bucket, where each of these finds it in what it receives.
         sends: by bucket, what this rank sends.
         all_to_all: executes it.
     """
@@ -62,7 +62,7 @@ class ShardPlan:
     reads: list[list[Arrangement]]
     first_reader: int
     arrangements: Sequence[RankArrangements]
-    found: list[list[Received]]
+    received: list[list[Received]]
     sends: list[Sends]
     all_to_all: AllToAll
 
@@ -73,7 +73,7 @@ class ShardPlan:
         """
 
         def pieces_in(index: int, reader: int, slot: int) -> bytes:
-            pieces = self.found[index][reader].pieces
+            pieces = self.received[index][reader].pieces
             return encode_pieces([msgspec.structs.replace(each, slot=slot) for each in pieces])
 
         return cache(pieces_in)
@@ -82,7 +82,7 @@ class ShardPlan:
     def pair_bytes(self) -> list[list[int]]:
         """Bytes that each trainer rank sends each engine rank of this rank, in this order."""
         return [
-            [sum(each.payloads[rank] for each in of) for of in zip(*self.found, strict=True)]
+            [sum(each.payloads[rank] for each in of) for of in zip(*self.received, strict=True)]
             for rank in range(self.first_reader)
         ]
 
@@ -181,7 +181,7 @@ class ShardRoute(Route):
             return [plan_sends(own_rank(), *pair, traced.owners) for pair in pairs]
 
         sends, reason = result_or_reason(draft, NotTraceable)
-        sizes = None if sends is None else [num_read(chain(*of_bucket)) for of_bucket in sends]
+        sizes = None if sends is None else [total_nbytes(chain(*of_bucket)) for of_bucket in sends]
         needs = self._group.all_gather(sizes)
         if sends is not None and None not in needs:
             largest = [max(of_bucket) for of_bucket in zip(*needs, strict=True)]
