@@ -140,7 +140,7 @@ def first_sync(model: Any, buckets: list[Any], *, is_alone: bool = True) -> dict
         is_alone: there is no other rank: the manifest check must be content with this one.
     """
     from sglang_loader.common.bucket_source import BucketSource
-    from sglang_loader.common.collector import no_full_collections
+    from sglang_loader.common.garbage_collection import no_full_collections
     from sglang_loader.session import model_loader, recording, weight_check
     from sglang_loader.upstream import engine_context
 

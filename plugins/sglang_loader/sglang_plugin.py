@@ -42,7 +42,7 @@ def activate() -> None:
             (f"{_UPDATER}.resume_memory_occupation", memory.resume_tags),
             (f"{_RUNNER}.load_model", memory.load_model),
             (f"{_SCHEDULER}.init_request_receiver", request_gate.init_receiver),
-            (f"{_RECEIVER}._pull_raw_reqs", request_gate.pull),
+            (f"{_RECEIVER}._pull_raw_reqs", request_gate.receive_through_gate),
             (f"{_ENGINE}._launch_subprocesses", http.launch_with_middleware),
             (f"{_TOKENIZER}.update_weights_from_tensor", http.update),
             (f"{_TOKENIZER}.release_memory_occupation", http.release_or_raise),

@@ -159,7 +159,7 @@ def process(monkeypatch):
 
 def pull(messages, pp_rank=0):
     with patch.object(gate_hooks, "pp_rank", lambda: pp_rank):
-        return gate_hooks.pull(lambda _: messages, None)
+        return gate_hooks.receive_through_gate(lambda _: messages, None)
 
 
 def test_the_rank_that_receives_holds_and_the_others_see_what_it_sends_on(process):

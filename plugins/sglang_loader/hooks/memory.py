@@ -128,7 +128,7 @@ def release_tags(original: Original, updater: Any, request: Any) -> Any:
     if not is_ours(updater.tp_worker.server_args):
         return original(updater, request)
     asked = request.tags or RELEASE_ORDER
-    tags, failure = _split(asked, lambda tag: tag not in updater.offload_tags)
+    tags, failure = _select(asked, lambda tag: tag not in updater.offload_tags)
     if not tags and failure is None:
         return io_struct().ReleaseMemoryOccupationReqOutput()
     is_busy = failure is None and not is_idle(updater)
@@ -147,16 +147,16 @@ def release_tags(original: Original, updater: Any, request: Any) -> Any:
         if backup is not None:
             backup.release_refused()
         reply = io_struct().ReleaseMemoryOccupationReqOutput()
-        return _refused(with_facts(reply, is_busy=is_busy), failures)
+        return _with_refusal(with_facts(reply, is_busy=is_busy), failures)
     saving_s = time.perf_counter() - started
-    return _one_by_one(original, updater, request, tags, _sizes(updater, tags), saving_s=saving_s)
+    return _call_by_tag(original, updater, request, tags, _sizes(updater, tags), saving_s=saving_s)
 
 
 def resume_tags(original: Original, updater: Any, request: Any) -> Any:
     """AROUND `resume_memory_occupation`: resumes the released tags, and restores the weights."""
     if not is_ours(updater.tp_worker.server_args):
         return original(updater, request)
-    tags, failure = _split(request.tags or RESUME_ORDER, lambda tag: tag in updater.offload_tags)
+    tags, failure = _select(request.tags or RESUME_ORDER, lambda tag: tag in updater.offload_tags)
     if not tags and failure is None:
         return io_struct().ResumeMemoryOccupationReqOutput()
     backup = backup_of(updater.tp_worker.model_runner.model)
@@ -166,11 +166,11 @@ def resume_tags(original: Original, updater: Any, request: Any) -> Any:
     if failure is None and backup is not None and backup.stale and alone:
         failure = f"resume of {tags} refused: {backup.stale}; sync the weights first"
     if failures := TPRanks(updater).failures(failure):
-        return _refused(io_struct().ResumeMemoryOccupationReqOutput(), failures)
-    return _one_by_one(original, updater, request, tags, sizes, backup=backup)
+        return _with_refusal(io_struct().ResumeMemoryOccupationReqOutput(), failures)
+    return _call_by_tag(original, updater, request, tags, sizes, backup=backup)
 
 
-def _one_by_one(
+def _call_by_tag(
     original: Original,
     updater: Any,
     request: Any,
@@ -208,10 +208,10 @@ def _one_by_one(
     reply = with_facts(reply, costs=by_rank([each for each, _, _ in outcomes]), closed=closed)
     set_gate(closed)
     failures = [text for _, text, _ in outcomes if text]
-    return _refused(reply, failures) if failures else reply
+    return _with_refusal(reply, failures) if failures else reply
 
 
-def _refused(reply: Any, failures: Sequence[str]) -> Any:
+def _with_refusal(reply: Any, failures: Sequence[str]) -> Any:
     """The reply, with the failures as its `refusal`."""
     refusal = "\n".join(failures)
     if not facts_of(reply).get("is_busy"):  # a busy engine is asked again within milliseconds
@@ -219,7 +219,7 @@ def _refused(reply: Any, failures: Sequence[str]) -> Any:
     return with_facts(reply, refusal=refusal)
 
 
-def _split(asked: Sequence[str], wanted: Callable[[str], bool]) -> tuple[list[str], str | None]:
+def _select(asked: Sequence[str], wanted: Callable[[str], bool]) -> tuple[list[str], str | None]:
     """The tags of a request that are `wanted`, and an error if one of them is unknown."""
     allowed = memory_tags()
     unknown = [tag for tag in dict.fromkeys(asked) if tag not in allowed]

@@ -150,7 +150,7 @@ def init_receiver(original: Original, scheduler: Any) -> None:
         _gate = RequestGate(requested_gate_policy(), scheduler.ipc_channels)
 
 
-def pull(original: Original, receiver: Any) -> Any:
+def receive_through_gate(original: Original, receiver: Any) -> Any:
     """AROUND `SchedulerRequestReceiver._pull_raw_reqs`: returns what the gate lets through.
 
     The original returns None on ranks that get messages by broadcast. Later stages of a pipeline

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sglang_loader.common.check_remarks import ManifestCheck, with_remark
-from sglang_loader.common.collector import no_full_collections
+from sglang_loader.common.garbage_collection import no_full_collections
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.session.messages import (
     SESSION_FORMAT,
@@ -68,11 +68,11 @@ def update_on_all_ranks(original: Original, updater: Any, request: Any) -> Any:
             "different releases of verl-sglang-sync installed",
         )
     if not _is_idle(updater):
-        return _replied([BUSY], is_busy=True)
+        return _reply([BUSY], is_busy=True)
     update = WeightUpdate(updater, request)
     with no_full_collections(), updater._observe_weight_load("tensor"):
         failures = _serve_session(update, updater, request)
-    return _replied(failures, remark=update.remark)
+    return _reply(failures, remark=update.remark)
 
 
 def _update_of_others(original: Original, updater: Any, request: Any) -> Any:
@@ -89,7 +89,7 @@ def _is_idle(updater: Any) -> bool:
     return is_idle(updater)
 
 
-def _replied(failures: list[str], *, is_busy: bool = False, remark: str = "") -> Any:
+def _reply(failures: list[str], *, is_busy: bool = False, remark: str = "") -> Any:
     """SGLang's reply, with the facts that `hooks.http` reads."""
     message = "\n".join(failures) or with_remark(remark)
     reply = io_struct().UpdateWeightsFromTensorReqOutput(success=not failures, message=message)

@@ -185,7 +185,7 @@ class ModelLoader:
             return self.plan is not None and not self.plan.buckets[index].rest.tensors
         is_first = index == 0 and self._load_mode is _LoadMode.RECORD
         if is_first and (reason := self._why_not_recorded(layout)):
-            self._note(reason)
+            self._note_reason(reason)
             self._load_mode = _LoadMode.EAGER
         buffer = source.packed(layout)
         if self._load_mode is _LoadMode.CHECK:
@@ -211,7 +211,7 @@ class ModelLoader:
             self._reason = self._reason or MAKING_PLAN
         elif self._load_mode is _LoadMode.CHECK:
             self._syncs_since_check = 0
-            self._note("the plan was due for a check (recheck_every_n_syncs)")
+            self._note_reason("the plan was due for a check (recheck_every_n_syncs)")
         elif self._load_mode is _LoadMode.REPLAY:
             self._num_recordings = 0
         plan, backup = self.plan, backup_of(self._model)
@@ -316,7 +316,7 @@ class ModelLoader:
 
     def _give_up_plan(self, reason: str) -> None:
         """Load the rest of this sync, and later ones that begin with the same bucket, eagerly."""
-        self._note(reason)
+        self._note_reason(reason)
         self._unplannable = self.uses[0].layout, reason
         self._load_mode = _LoadMode.EAGER
 
@@ -324,13 +324,13 @@ class ModelLoader:
         """Record another plan in this sync if it has not loaded anything yet, else load its rest
         eagerly.
         """
-        self._note(reason)
+        self._note_reason(reason)
         self._checked = None
         self._load_mode = _LoadMode.EAGER if self.uses else _LoadMode.RECORD
         if (backup := backup_of(self._model)) is not None:
             backup.withdraw(reason)
 
-    def _note(self, reason: str) -> None:
+    def _note_reason(self, reason: str) -> None:
         self._reason = self._reason or reason
         if reason not in self._logged:
             self._logged.add(reason)

@@ -20,7 +20,7 @@ from functools import cache
 
 import torch
 
-from sglang_loader.common.collector import no_full_collections
+from sglang_loader.common.garbage_collection import no_full_collections
 from sglang_loader.common.session.folder import SessionFolder
 from sglang_loader.common.session.messages import Loaded
 from verl_sglang_sync.collective import RankLost, TrainerGroup, WeightSyncError, world_size

@@ -28,7 +28,7 @@ from sglang_loader.common.session.folder import check_endpoint
 from sglang_loader.common.session.messages import FromEngine, FromTrainer, SessionError
 
 LINGER_MS = 2000
-SLICE_MS = 100
+POLL_MS = 100
 CONNECT_TIMEOUT_S = 5.0
 GRACE_MS = 1000
 NEVER_MS = 24 * 3600 * 1000
@@ -108,7 +108,7 @@ class Channel(Generic[Received]):
         self, *, timeout_s: float | None = None, watch: Callable[[], None] | None = None
     ) -> Received:
         """The peer's next message. `timeout_s`: a shorter limit than the session's; `watch`: called
-        every `SLICE_MS`, may end the wait by raising.
+        every `POLL_MS`, may end the wait by raising.
 
         Raises:
             SessionError: silence, a dead peer, a wrong token or version, or not a message.
@@ -141,13 +141,13 @@ class Channel(Generic[Received]):
                 raise SessionError(f"nobody listens at {self.endpoint}")
             if now > deadline:
                 return False
-            self._poller.poll(SLICE_MS)
+            self._poller.poll(POLL_MS)
         return True
 
     def wait_briefly(self) -> None:
-        """Wait up to `SLICE_MS` for a message or an event of the monitor."""
+        """Wait up to `POLL_MS` for a message or an event of the monitor."""
         if not self.has_message():
-            self._poller.poll(SLICE_MS)
+            self._poller.poll(POLL_MS)
 
     def has_message(self) -> bool:
         """True if `receive` would return at once.

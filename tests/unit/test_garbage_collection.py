@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from sglang_loader.common.collector import no_full_collections
+from sglang_loader.common.garbage_collection import no_full_collections
 
 
 class Cycle:
