@@ -8,9 +8,16 @@ from collections.abc import Sequence
 import torch
 
 from sglang_loader.common.regions.arrangement import Arrangement, arranged_nbytes
-from sglang_loader.common.regions.geometry import StridedCopy
+from sglang_loader.common.regions.geometry import Region, StridedCopy
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+def region_of(tensor: torch.Tensor) -> Region:
+    """Where its elements are in its storage."""
+    itemsize = tensor.element_size()
+    offset = int(tensor.storage_offset()) * itemsize
+    return Region(offset, tuple(tensor.shape), tuple(tensor.stride()), itemsize)
 
 
 def copy_views(

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 _OVERWRITING_OPS = frozenset({"aten::copy_", "aten::fill_", "aten::zero_", "aten::_foreach_copy_"})
-_COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "symm_mem"})
+COLLECTIVE_NAMESPACES = frozenset(
+    ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,7 @@ def _traits_of(op: torch._ops.OpOverload) -> OpTraits:
 
 
 def _problem(op: torch._ops.OpOverload) -> str | None:
-    if op.namespace in _COLLECTIVE_NAMESPACES:
+    if op.namespace in COLLECTIVE_NAMESPACES:
         return f"a collective ({op}) ran inside load_weights"
     if torch.Tag.inplace_view in op.tags:
         return f"{op} changed a tensor's geometry in place"

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from sglang_loader.common.copies import region_of
 from sglang_loader.common.regions.geometry import Region
 from sglang_loader.common.regions.intervals import Interval, contains, merge_runs
 
@@ -154,13 +155,6 @@ def iterate_tensors(model: nn.Module) -> Iterator[Place]:
             if buffer is not None:
                 yield Place(dot + name, "buffer", module._buffers, name, buffer)
         yield from _attributes(dot, vars(module), _MODULE_INTERNALS)
-
-
-def region_of(tensor: torch.Tensor) -> Region:
-    """Where its elements are in its storage."""
-    itemsize = tensor.element_size()
-    offset = int(tensor.storage_offset()) * itemsize
-    return Region(offset, tuple(tensor.shape), tuple(tensor.stride()), itemsize)
 
 
 def first_difference(

@@ -33,13 +33,13 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from sglang_loader.common.copies import region_of
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.op_traits import OpTraits, leaves, map_leaves, read_traits
 from sglang_loader.load_plan.destinations import (
     Destinations,
     collect_destinations,
     first_difference,
-    region_of,
 )
 from sglang_loader.load_plan.host_reads import HostReadWatch
 from sglang_loader.load_plan.plan import LoadWeights, PlanRefused

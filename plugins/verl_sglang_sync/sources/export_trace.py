@@ -24,8 +24,9 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from sglang_loader.common.copies import region_of
 from sglang_loader.common.layout import BucketLayout
-from sglang_loader.common.op_traits import leaves, read_traits
+from sglang_loader.common.op_traits import COLLECTIVE_NAMESPACES, leaves, read_traits
 from sglang_loader.common.regions.arrangement import Read
 from sglang_loader.common.regions.compose import ByteMap, compose_read
 from sglang_loader.common.regions.geometry import Region
@@ -33,9 +34,6 @@ from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.snapshot import Sources
 from verl_sglang_sync.sources.transfer_plan import NotOwned, Origin, Owners, everyone, owners_of
 
-_COLLECTIVES = frozenset(
-    ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem")
-)
 _COPIES = frozenset(("aten::clone", "aten::_to_copy"))
 _OF_SHARDS = frozenset(("aten::detach", "aten::alias"))
 
@@ -209,9 +207,7 @@ class _ExportTracer(TracingMode):
 
     def _bytes_of_view(self, traced: Origin, tensor: torch.Tensor, name: str) -> ByteMap:
         """The bytes of a view of traced memory, as bytes of the parameter."""
-        size = tensor.element_size()
-        offset = int(tensor.storage_offset()) * size
-        view = ByteMap.of(Region(offset, tuple(tensor.shape), tuple(tensor.stride()), size))
+        view = ByteMap.of(region_of(tensor))
         if traced.bytes.is_dense:
             return ByteMap(traced.bytes.offset + view.offset, view.dims)
         *outer, (run, stride) = view.dims
@@ -231,7 +227,7 @@ class _ExportTracer(TracingMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func.namespace in _COLLECTIVES:
+        if func.namespace in COLLECTIVE_NAMESPACES:
             self._refuse(f"the export communicates: {func}")
         tensors = _tensors_in((args, kwargs))
         if self._problem is not None:  # the export is cleaning up
