@@ -1,4 +1,6 @@
-"""Copies of strided bytes by torch: where the copy kernel cannot be used, and to check it."""
+"""Strided bytes in torch: places of tensors, and copies where the copy kernel cannot be used, or is
+checked.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 def region_of(tensor: torch.Tensor) -> Region:
-    """Where its elements are in its storage."""
+    """Where a tensor's elements are in its storage."""
     itemsize = tensor.element_size()
     offset = int(tensor.storage_offset()) * itemsize
     return Region(offset, tuple(tensor.shape), tuple(tensor.stride()), itemsize)

@@ -169,7 +169,7 @@ def encode_layout(layout: BucketLayout) -> bytes:
 
 
 def digest_of(encoded: bytes) -> str:
-    """The name of an encoded layout: 64 hexadecimal digits, the same in every process."""
+    """The name of a layout or of arrangements: 64 hexadecimal digits, the same in every process."""
     return hashlib.sha256(encoded).hexdigest()
 
 

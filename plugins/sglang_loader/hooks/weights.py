@@ -14,6 +14,7 @@ ranks. Requests are served again when all ranks agree that the sync is complete 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from sglang_loader.common.check_remarks import ManifestCheck, with_remark
@@ -61,7 +62,9 @@ def update_on_all_ranks(original: Original, updater: Any, request: Any) -> Any:
     """AROUND `update_weights_from_tensor`: load on every TP rank, then agree on the outcome."""
     if request.load_format != SESSION_FORMAT:
         if not str(request.load_format).startswith(OUR_FORMATS):
-            return _update_of_others(original, updater, request)
+            is_hooked = is_ours(updater.tp_worker.server_args)
+            with in_an_update(updater, request) if is_hooked else nullcontext():
+                return original(updater, request)
         return io_struct().UpdateWeightsFromTensorReqOutput(
             success=False,
             message=f"unknown load_format {request.load_format!r}: the trainer and the engine have "
@@ -73,13 +76,6 @@ def update_on_all_ranks(original: Original, updater: Any, request: Any) -> Any:
     with no_full_collections(), updater._observe_weight_load("tensor"):
         failures = _serve_session(update, updater, request)
     return _reply(failures, remark=update.remark)
-
-
-def _update_of_others(original: Original, updater: Any, request: Any) -> Any:
-    if not is_ours(updater.tp_worker.server_args):
-        return original(updater, request)
-    with in_an_update(updater, request):
-        return original(updater, request)
 
 
 def _is_idle(updater: Any) -> bool:
