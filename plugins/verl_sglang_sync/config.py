@@ -116,7 +116,7 @@ class WeightSyncConfig:
         )
 
     def for_session(self) -> WeightSyncConfig:
-        """These settings, without routes that need a load plan in the modes that have none."""
+        """These settings; in modes without a load plan, routes that need one are switched off."""
         if self.uses_plan:
             return self
         return replace(self, read_in_place=False, exchange_shards=False)

@@ -56,8 +56,8 @@ class PullAndSend(Send):
         return False
 
     def _near(self, sync: ExportedSync) -> list[bool]:
-        """Decide and return which engine ranks are to read in place; collective. None if all could:
-        then route "pull" has been tried before.
+        """Decide and return which engine ranks are to read in place; collective. No rank is if all
+        could: then route "pull" has been tried before.
         """
         self._pull.forget()
         reasons = self._pull.why_not_in_place(sync.loaded)

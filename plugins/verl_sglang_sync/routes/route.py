@@ -89,7 +89,7 @@ class Delivery:
         raise NotImplementedError
 
     def make_room(self) -> None:
-        """Wait until the buffer that the next bucket takes, if any, is read, or sent."""
+        """Wait until the next bucket's buffer, if it has one, is free: it was read, or sent."""
 
 
 class SyncSource:
@@ -178,9 +178,8 @@ class Route:
     """How syncs are loaded without the full export; of one trainer rank, for all its sessions.
 
     After a good exported sync a route finds every byte that the engines read, and has compared it
-    with the full export (`learn`). From then on it is proven, until one of these: what it was
-    proven for has changed, every n-th sync, a sync that failed. Then a sync is exported, and it
-    learns again.
+    with the full export (`learn`). It stays proven until what it was proven for has changed, a
+    recheck is due, or a sync fails: then a sync is exported, and it learns again.
 
     Args:
         is_wanted: False: the route is switched off.

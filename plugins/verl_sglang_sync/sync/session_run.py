@@ -43,8 +43,8 @@ class SessionRun:
     report: SyncReport
 
     def engines_hold(self, needed: Sequence[str]) -> bool:
-        """Whether the engine ranks, once they have met, hold the arrangements of these digests for
-        this sync; without those that read in place. "": its buckets are whole, it may hold any.
+        """Whether all joined engine ranks that are sent to hold the arrangements of their buckets.
+        `needed`: by engine rank the digest; "": whole buckets, it may hold any.
         """
         far = [engine for engine in self.engines if not engine.arrangements.reads_in_place]
         held = [engine.session.arrangements for engine in far]

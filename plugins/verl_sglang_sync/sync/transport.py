@@ -80,7 +80,7 @@ class SessionTransport:
         # A stage of the engine follows each sync: `check_reply` is called after it.
         self._defers_reply = context.is_colocated and self._settings.free_cache_engine
         self._unanswered: list[OpeningRequest] = []
-        self._is_packed_for_good = False  # an exported sync has shown no way without packing
+        self._needs_staging = False  # an exported sync has proven no route without
 
     async def sync(
         self,
@@ -174,7 +174,7 @@ class SessionTransport:
         weights, report, comparison = task.weights, task.report, None
         # The answer takes an engine a second, and is of no use where it reads the parameters in
         # place from the next sync on.
-        asks = self._is_packed_for_good or not self._routes[0].can_learn(weights)
+        asks = self._needs_staging or not self._routes[0].can_learn(weights)
         if is_compared and any(route.wants_comparison(weights) for route in self._routes):
             with report.stage("learn"):
                 comparison = self._source_map.begin_comparison(weights)
@@ -244,7 +244,7 @@ class SessionTransport:
                     for worse in self._routes[number:]:
                         worse.forget()
                     return
-        self._is_packed_for_good = True
+        self._needs_staging = True
 
     def _end_session(self, _: object, error: object, __: object) -> None:
         if error is not None:
