@@ -188,21 +188,22 @@ def _check_broadcast(config: DictConfig, settings: WeightSyncConfig) -> Iterator
 def _check_graphs(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]:
     if not settings.stages.releases_graphs:
         return
-    asks = f"{SECTION}.sleep_order has 'cuda_graph'"
-    if OmegaConf.select(config, f"{ROLLOUT}.enforce_eager"):
-        yield f"{ROLLOUT}.enforce_eager=True, but {asks}: there will be no CUDA graphs to release"
     for key, value in _NO_GRAPHS_TO_RELEASE:
-        if OmegaConf.select(config, f"{ENGINE}.{key}") == value:
-            yield f"{ENGINE}.{key}={value}, but {asks}: SGLang makes no graphs that can be released"
+        if OmegaConf.select(config, key) == value:
+            yield (
+                f"{key}={value}, but {SECTION}.sleep_order has 'cuda_graph': SGLang makes no "
+                "graphs that can be released; allowed: another value, or orders without it"
+            )
 
 
 _NO_GRAPHS_TO_RELEASE = (
-    ("disable_cuda_graph", True),
-    ("disable_decode_cuda_graph", True),
-    ("cuda_graph_backend_decode", "disabled"),
+    (f"{ROLLOUT}.enforce_eager", True),
+    (f"{ENGINE}.disable_cuda_graph", True),
+    (f"{ENGINE}.disable_decode_cuda_graph", True),
+    (f"{ENGINE}.cuda_graph_backend_decode", "disabled"),
     # SGLang refuses to start with these and the memory saver for graphs.
-    ("cuda_graph_backend_decode", "breakable"),
-    ("cuda_graph_backend_prefill", "breakable"),
+    (f"{ENGINE}.cuda_graph_backend_decode", "breakable"),
+    (f"{ENGINE}.cuda_graph_backend_prefill", "breakable"),
 )
 
 
