@@ -153,7 +153,7 @@ def _serves_adapter(config: DictConfig) -> bool:
     return any(isinstance(rank, int) and rank > 0 for rank in ranks)
 
 
-def _check_broadcast(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]:
+def _check_disaggregated(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]:
     """Recipes that do not work with the disaggregated backend, or need it."""
     backend = OmegaConf.select(config, BACKEND_KEY)
     trainer = OmegaConf.select(config, "trainer.v1.trainer_mode")
@@ -249,7 +249,7 @@ def _check_keys(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]
 
 _CHECKS: tuple[Callable[[DictConfig, WeightSyncConfig], Iterator[str]], ...] = (
     _check_engine,
-    _check_broadcast,
+    _check_disaggregated,
     _check_keys,
     _check_graphs,
 )

@@ -1,6 +1,6 @@
 """Hooks on SGLang's update groups: how an engine joins, uses and leaves the groups of a trainer.
 
-In these process groups a trainer sends to engines on other hosts, see `broadcast.update_group`.
+In these process groups a trainer sends to engines on other devices, see `broadcast.update_group`.
 Groups of other names are left to SGLang.
 """
 

@@ -1,4 +1,4 @@
-"""Receives the buckets that are broadcast or sent to an engine on another host."""
+"""Receives the buckets that are broadcast or sent to an engine on other devices."""
 
 from __future__ import annotations
 

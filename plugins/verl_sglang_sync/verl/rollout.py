@@ -93,7 +93,7 @@ class WeightSyncRollout(ServerAdapter):  # type: ignore[misc]
         """
         if wire_format == BROADCAST_BACKEND:
             async for _ in weights:  # the trainer has sent them straight to the engine
-                raise AssertionError("a broadcast sync yields no tensors")
+                raise AssertionError("a disaggregated sync yields no tensors")
             return
         if (
             self._settings is None
@@ -127,8 +127,8 @@ class WeightSyncRollout(ServerAdapter):  # type: ignore[misc]
         warn_once(
             f"checkpoint_engine.backend={self.config.checkpoint_engine.backend!r} hands the "
             "weights over as they arrive: verl's own update is used; "
-            f"backend={BROADCAST_BACKEND!r} with +weight_sync=disaggregated broadcasts them "
-            "straight to the engine"
+            f"backend={BROADCAST_BACKEND!r} with +weight_sync=disaggregated brings them straight "
+            "to the engine"
         )
         return True
 
