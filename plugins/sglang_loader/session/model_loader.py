@@ -33,6 +33,7 @@ from sglang_loader.load_plan.guard import DestinationProbe, what_changed
 from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, PlanRefused
 from sglang_loader.load_plan.uses import BucketUses
 from sglang_loader.load_plan.verify import why_misarranged
+from sglang_loader.session.findings import listed
 from sglang_loader.session.recording import PlanRecorder
 
 logger = logging.getLogger(__name__)
@@ -301,7 +302,7 @@ class ModelLoader:
             plan.num_copies,
             len(plan.buckets),
             plan.num_rest,
-            ", ".join(unused[:5]) or "none",
+            listed(unused) or "none",
         )
 
     def _load_eagerly(self, index: int, layout: BucketLayout, buffer: torch.Tensor) -> None:
