@@ -72,10 +72,9 @@ ALL_WHOLE = ArrangedBuckets()
 
 def _arrange_if_smaller(plan: BucketPlan) -> ArrangedBucket | None:
     limit = MAX_PART * sum(tensor.nbytes for tensor in plan.layout.tensors)
-    arranged = arrange(plan) if num_bytes_read(plan) < limit else None
-    return (
-        arranged if arranged is not None and arranged_nbytes(arranged.arrangement) < limit else None
-    )
+    if num_bytes_read(plan) < limit and (arranged := arrange(plan)) is not None:
+        return arranged if arranged_nbytes(arranged.arrangement) < limit else None
+    return None
 
 
 def arrange(plan: BucketPlan) -> ArrangedBucket | None:
