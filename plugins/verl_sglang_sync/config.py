@@ -232,7 +232,7 @@ def _checked_section(section: Any) -> Mapping[str, Any]:
     if not isinstance(section, Mapping):
         raise ValueError(
             f"{SECTION}={section!r}: expected a preset's mapping; choose one with "
-            f"+weight_sync=<{'|'.join(MODES)}>"
+            f"+weight_sync=<{'|'.join(PRESETS)}>"
         )
     mode = _setting(SECTION, "mode", section.get("mode"))
     allowed = (*PRESET_KEYS, *(COMPILED_KEYS if mode == "compiled" else ()))

@@ -104,7 +104,7 @@ IN_SECTION = {  # key: values, and what is allowed
 }
 REFUSED = {
     **{f"{SECTION}.{key}": found for key, found in IN_SECTION.items()},
-    SECTION: (("flattened", True), "choose one with +weight_sync=<bucketed|flattened|compiled>"),
+    SECTION: (("flattened", True), "+weight_sync=<bucketed|flattened|compiled|disaggregated>"),
     BUCKET_KEY: ((0, -1, 0.5, 512.0, "512", True, None, 1 << 31), "a whole number of MiB from 1"),
     f"{ROLLOUT}.multi_stage_wake_up": ((1, "true", None), "allowed: true, false"),
     f"{ROLLOUT}.free_cache_engine": ((1, "true", None), "allowed: true, false"),

@@ -81,7 +81,7 @@ class OpeningRequest:
         """
         if self._reply is not None and self._reply.done():
             self._reply.result()
-            raise SessionError("the engine ended the update before its session")
+            raise SessionError("the engine answered before its session ended; see SGLang's log")
 
     def check_refused(self) -> None:
         """After the commit, when a good reply may come before the session's Published: raise if the
