@@ -9,8 +9,8 @@ from hypothesis import settings
 if not torch.cuda.is_available():
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # SGLang reads it while it is imported
 
-# torch looks up the name of every host that it connects: what a busy DNS server drops is asked again
-# after 1 s, not 5.
+# torch looks up the name of every host that it connects: what a busy DNS server drops is asked for
+# again after 1 s, not 5.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
 
 # A busy machine makes any example slow; a test that hangs is ended by its job's limit.
