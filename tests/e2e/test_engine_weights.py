@@ -81,10 +81,10 @@ def test_every_way_of_a_sync_leaves_what_the_eager_loader_does(case):
     for way in (syncs("kept"), syncs.pulled):
         check_pulled(way, EVERY)
     for export in ("kept", "mapped"):
-        moved = syncs(export, moves_after=2)
+        moved = syncs(export, moves_after=3)
         for reports in of_ranks(moved):
             assert [report["num_pulled"] > 0 for report in reports] == EVERY
-            assert reports[2]["seconds"]["confirm"] > 0, "it is noticed before the commit"
+            assert reports[3]["seconds"]["confirm"] > 0, "it is noticed before the commit"
     if is_sharded:  # no rank gathers a weight once the exchange is proven
         check_exchanged(syncs.sharded[0], EVERY)
         failed = syncs("sharded", fails_before=2, **STAGED)
