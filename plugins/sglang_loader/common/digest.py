@@ -119,7 +119,8 @@ def _kernel_works(device: torch.device) -> bool:
         data = torch.arange(8 * PART_WORDS + 13, device=device).to(torch.uint8)
         if torch.equal(_by_kernel([data])[0], _by_torch(data)):
             return True
-        logger.error("torch computes digests on %s, slower: the Triton kernel's are wrong", device)
+        text = "torch computes digests on %s, slower: those of the Triton kernel differ"
+        logger.error(text, device)
     except Exception as error:
         text = "torch computes digests on %s, slower: the Triton kernel fails: %r"
         logger.warning(text, device, error)
