@@ -67,7 +67,7 @@ def test_a_failed_sync_withdraws_the_coverage_and_is_stale_until_a_good_one(mode
     backup = create_backup(model, "auto", reachable)
     publish_coverage(model, whole(model, "linear.weight"))
     backup.sync.begin_bucket(LAYOUT)
-    backup.sync_failed("a test")
+    backup.sync_failed()
     assert "not complete" in str(backup.stale)
     assert not release_and_resume(model, backup)
     assert "not complete" in str(backup.stale)
@@ -225,7 +225,7 @@ def test_any_coverage_any_cycles_the_weights_are_right_after_a_sync(
             if failed:
                 for i in range(len(destinations.storages) if backup.host_bytes else 0):
                     destinations.memory[i].fill_(7)
-                backup.sync_failed("a test")
+                backup.sync_failed()
                 assert backup.stale
                 continue
             overwrite(destinations, covered)

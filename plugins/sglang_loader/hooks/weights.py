@@ -199,7 +199,7 @@ class WeightUpdate:
         if not failures and any(new):
             failures = self._judge()
         if failures and any(touched):
-            self._backup.sync_failed("a weight update failed")
+            self._backup.sync_failed()
         elif not failures:
             self._backup.sync_completed()
             failures = [text for text in undefined if text]

@@ -157,10 +157,10 @@ class WeightsBackup:
         self.withdraw(reason)
         self._covered = []
 
-    def sync_failed(self, reason: str) -> None:
+    def sync_failed(self) -> None:
         """To be called if a sync has failed: weights are half written, the plan is withdrawn."""
         self.sync.fail()
-        self.withdraw(reason)
+        self.withdraw("a weight update failed")
 
     def sync_completed(self) -> None:
         """To be called if a sync has succeeded: the bytes of the coverage are defined.

@@ -16,7 +16,7 @@ ROOM = 1.2
 """GPU memory needed, as a multiple of two copies of the weights: KV cache, graphs, libraries."""
 
 
-def _dense(hidden: int, inter: int, layers: int, heads: int, tied: bool) -> Config:
+def _dense(hidden: int, inter: int, layers: int, heads: int) -> Config:
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -29,7 +29,7 @@ def _dense(hidden: int, inter: int, layers: int, heads: int, tied: bool) -> Conf
         "vocab_size": 151936,
         "max_position_embeddings": 4096,
         "rope_theta": 1e6,
-        "tie_word_embeddings": tied,
+        "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
         "bos_token_id": 1,
         "eos_token_id": 2,
@@ -50,18 +50,18 @@ def _moe(dense: Config, experts: int, per_token: int, expert_inter: int) -> Conf
 
 
 MODELS: dict[str, Config] = {
-    "tiny": {**_dense(64, 128, 2, 8, tied=False), "vocab_size": 512},  # for a CPU
+    "tiny": {**_dense(64, 128, 2, 8), "vocab_size": 512},  # for a CPU
     "small-moe": {  # for a CPU
-        **_moe(_dense(512, 1536, 8, 8, tied=False), 32, 4, 256),
+        **_moe(_dense(512, 1536, 8, 8), 32, 4, 256),
         "vocab_size": 4096,
         "head_dim": 64,
     },
-    "qwen3-0.6b": _dense(1024, 3072, 28, 16, tied=False),
-    "qwen3-4b": _dense(2560, 9728, 36, 32, tied=False),
-    "qwen3-8b": _dense(4096, 12288, 36, 32, tied=False),
+    "qwen3-0.6b": _dense(1024, 3072, 28, 16),
+    "qwen3-4b": _dense(2560, 9728, 36, 32),
+    "qwen3-8b": _dense(4096, 12288, 36, 32),
     # the bytes of qwen3-8b in 50 times as many tensors
-    "moe-16gb-20000": _moe(_dense(2048, 6144, 52, 32, tied=False), 128, 8, 160),
-    "qwen3-30b-a3b": _moe(_dense(2048, 6144, 48, 32, tied=False), 128, 8, 768),
+    "moe-16gb-20000": _moe(_dense(2048, 6144, 52, 32), 128, 8, 160),
+    "qwen3-30b-a3b": _moe(_dense(2048, 6144, 48, 32), 128, 8, 768),
 }
 
 
