@@ -114,7 +114,7 @@ def _refuse_unsafe(steps: Iterable[Step]) -> None:
             raise PlanRefused(f"a random operator decides weights: {step.op}")
         for target in step.writes:
             if target.space is Space.CONSTANT:
-                raise PlanRefused(f"{step.op} writes a tensor that no module of the model has")
+                raise PlanRefused(f"{step.op} writes a tensor that the model does not reach")
 
 
 def _with_tensors(

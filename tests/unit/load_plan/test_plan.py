@@ -348,7 +348,7 @@ def resize(model, w):
         (rebind, "derived was rebound"),
         (rebind_data, "weight was rebound"),
         (add_random_numbers, "random"),
-        (write_elsewhere, "no module of the model has"),
+        (write_elsewhere, "does not reach"),
         (resize, "in place"),
     ],
 )
