@@ -13,12 +13,7 @@ from typing import Any
 import pandas
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
 
 ARCHITECTURES = ("qwen3", "qwen3_moe")
 NUM_PROMPTS = 32
@@ -29,12 +24,7 @@ CHAT_TEMPLATE = (
 
 
 def make_assets(
-    folder: Path,
-    *,
-    architecture: str = "qwen3",
-    tied: bool = False,
-    layers: int = 2,
-    seed: int = 0,
+    folder: Path, *, architecture: str = "qwen3", tied: bool = False, layers: int = 2, seed: int = 0
 ) -> None:
     """Write `folder/model`, `folder/train.parquet` and `folder/val.parquet`.
 
