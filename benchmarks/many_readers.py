@@ -6,7 +6,7 @@ A process for each GPU, which hides the others. Some own the experts of a few la
 FSDP2 shards fused experts; the readers map them and copy their part by the project's kernel, a
 bucket for each layer. `in order` takes the copies in the order of the experts, so that all readers
 want the same GPU's memory at a time; `mixed` is the project's order
-(`copy_kernel.interleaved_order`). The slowest reader counts. After the last read the bytes are
+(`copies.kernel.interleaved_order`). The slowest reader counts. After the last read the bytes are
 compared with the owners'.
 """
 
@@ -31,7 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "plugins"), str(ROOT / "tests")]
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from sglang_loader.common.copy_kernel import WORD  # noqa: E402
+from sglang_loader.common.copies.kernel import WORD  # noqa: E402
 from sglang_loader.common.shared_memory import map_buffer, share_storage  # noqa: E402
 from support.kernel_copies import launcher  # noqa: E402
 from verl_sglang_sync.bench.results_file import write_results  # noqa: E402

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sglang_loader.common.copies import synchronize_device
+from sglang_loader.common.copies.strided import synchronize_device
 from support.trainer import Ranks, TrainerRank
 from verl_sglang_sync.bench.arms import BUCKET_BYTES, NativeManager, notes_of
 from verl_sglang_sync.bench.engine_server import engine_server, wait_until_healthy

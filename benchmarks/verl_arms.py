@@ -29,7 +29,7 @@ import torch
 
 from benchmarks.arm import Seconds, Setting, measure_arm, run_arms
 from benchmarks.arrival import engine_checksums
-from sglang_loader.common.copies import synchronize_device
+from sglang_loader.common.copies.strided import synchronize_device
 from verl_sglang_sync.bench.engine_server import wait_until_healthy
 
 NATIVE = "verl_nccl"

@@ -8,7 +8,7 @@ import math
 import torch
 
 from sglang_loader.common.bucket_source import BucketSource
-from sglang_loader.common.copies import gather_reads
+from sglang_loader.common.copies.strided import gather_reads
 from sglang_loader.common.layout import BucketLayout, decode_arrangements, encode_arrangements
 from sglang_loader.common.regions.arrangement import arranged_nbytes
 from sglang_loader.load_plan.arrange import arrange

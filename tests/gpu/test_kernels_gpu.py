@@ -3,7 +3,7 @@
 import torch
 
 from sglang_loader.common import digest as module
-from sglang_loader.common.copy_kernel import is_available
+from sglang_loader.common.copies.kernel import is_available
 from sglang_loader.common.digest import digests
 from unit.test_digest import check, random_bytes
 from unit.test_fused_copies import check_kernel

@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from sglang_loader.common.copy_kernel import (
+from sglang_loader.common.copies.kernel import (
     WORD,
     interleaved_order,
     launch,

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import torch
 
-from sglang_loader.common.copies import synchronize_device
+from sglang_loader.common.copies.strided import synchronize_device
 from sglang_loader.common.regions.intervals import Interval, num_bytes, subtract
 from sglang_loader.host_backup.allocations import (
     Allocations,

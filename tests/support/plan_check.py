@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from sglang_loader.common.copies import gather_reads
+from sglang_loader.common.copies.strided import gather_reads
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.arrangement import Arrangement
 from sglang_loader.load_plan.destinations import Destinations

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_loader.common import fused_copies
-from sglang_loader.common.copies import gather_reads
-from sglang_loader.common.copy_kernel import TILE_WORDS, tables_of
-from sglang_loader.common.fused_copies import FusedCopies
+from sglang_loader.common.copies import fused as fused_copies
+from sglang_loader.common.copies.fused import FusedCopies
+from sglang_loader.common.copies.kernel import TILE_WORDS, tables_of
+from sglang_loader.common.copies.strided import gather_reads
 from sglang_loader.common.regions.arrangement import Read, arranged_nbytes
 from support.remote import run_interpreted
 

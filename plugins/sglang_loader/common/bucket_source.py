@@ -24,7 +24,7 @@ from typing import TypeAlias
 
 import torch
 
-from sglang_loader.common.copies import copy_views
+from sglang_loader.common.copies.strided import copy_views
 from sglang_loader.common.layout import BucketLayout, check_buffer
 from sglang_loader.common.regions.compose import shard_copies
 from sglang_loader.common.regions.geometry import StridedCopy, split_copy

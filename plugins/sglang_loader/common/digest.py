@@ -17,7 +17,7 @@ from functools import cache
 
 import torch
 
-from sglang_loader.common.copy_kernel import tile_table
+from sglang_loader.common.copies.kernel import tile_table
 
 try:
     import triton

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from sglang_loader.common.copies import synchronize_device
+from sglang_loader.common.copies.strided import synchronize_device
 from sglang_loader.common.engine_settings import HostBackup
 from sglang_loader.common.regions.intervals import Interval, contains, merge, num_bytes, subtract
 from sglang_loader.host_backup.allocations import Allocations

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from sglang_loader.common.copies import synchronize_device
+from sglang_loader.common.copies.strided import synchronize_device
 from sglang_loader.common.regions.intervals import Interval, num_bytes
 from sglang_loader.host_backup.allocations import bytes_at
 

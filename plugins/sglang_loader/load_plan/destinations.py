@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from sglang_loader.common.copies import region_of
+from sglang_loader.common.copies.strided import region_of
 from sglang_loader.common.regions.geometry import Region
 from sglang_loader.common.regions.intervals import Interval, contains, merge_runs
 

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 
 from sglang_loader.common.bucket_source import BucketMap, BucketSource
-from sglang_loader.common.fused_copies import FusedCopies
+from sglang_loader.common.copies.fused import FusedCopies
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.plan import SCRATCH, BucketPlan, LoadPlan, LoadWeights

@@ -33,7 +33,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from sglang_loader.common.copies import region_of
+from sglang_loader.common.copies.strided import region_of
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.op_traits import OpTraits, leaves, map_leaves, read_traits
 from sglang_loader.load_plan.destinations import (

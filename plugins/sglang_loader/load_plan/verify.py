@@ -27,7 +27,7 @@ from itertools import groupby
 import torch
 from torch import nn
 
-from sglang_loader.common.copies import gather_reads
+from sglang_loader.common.copies.strided import gather_reads
 from sglang_loader.common.digest import digests
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.intervals import subtract

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from sglang_loader.common.copies import synchronize
+from sglang_loader.common.copies.strided import synchronize
 from sglang_loader.common.layout import BucketLayout, decode_layout
 from sglang_loader.common.regions.arrangement import arranged_nbytes
 from sglang_loader.common.session import messages as wire

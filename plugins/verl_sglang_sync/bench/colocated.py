@@ -23,7 +23,7 @@ import psutil
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from sglang_loader.common.copies import synchronize_device
+from sglang_loader.common.copies.strided import synchronize_device
 from verl_sglang_sync.bench.arms import ARMS, COPY_LIMIT, Arm, manager_of, notes_of
 from verl_sglang_sync.bench.engine_server import engine_server, wait_until_healthy
 from verl_sglang_sync.bench.model_shapes import MODELS, tensor_shapes, write_config

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from sglang_loader.common.copies import gather_reads
+from sglang_loader.common.copies.strided import gather_reads
 from sglang_loader.common.regions.arrangement import Arrangement, arranged_nbytes
 from verl_sglang_sync.collective import own_rank, world_size
 from verl_sglang_sync.report import SyncReport

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from sglang_loader.common.broadcast.broadcast import Transfer
-from sglang_loader.common.copies import gather_reads
+from sglang_loader.common.copies.strided import gather_reads
 from verl_sglang_sync.engine.engine_ranks import EngineRank
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.broadcast import GroupDelivery

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from sglang_loader.common.copies import synchronize
+from sglang_loader.common.copies.strided import synchronize
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.shared_memory import share_on_host
 from verl_sglang_sync.sources.bucket_stream import Batch

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_loader.common.copies import copy_views
+from sglang_loader.common.copies.strided import copy_views
 from sglang_loader.common.regions.compose import shard_copies
 from sglang_loader.common.regions.geometry import StridedCopy
 from verl_sglang_sync.collective import own_rank, result_or_reason

@@ -24,7 +24,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from sglang_loader.common.copies import region_of
+from sglang_loader.common.copies.strided import region_of
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.op_traits import COLLECTIVE_NAMESPACES, leaves, read_traits
 from sglang_loader.common.regions.arrangement import Read

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_loader.common.copy_kernel import interleaved_order, rows_of
+from sglang_loader.common.copies.kernel import interleaved_order, rows_of
 from support.kernel_copies import copy_of
 
 pytest.importorskip("triton")
@@ -42,7 +42,8 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from sglang_loader.common import copy_kernel, digest
+from sglang_loader.common import digest
+from sglang_loader.common.copies import kernel as copy_kernel
 
 TABLES = {"tiles": "*i32", "entries": "*i64"}
 TABLE_OF_DIGESTS = {"sums": "*i64", "storages": "*i64", "parts": "*i32"}

@@ -24,7 +24,7 @@ from itertools import chain, starmap
 
 import torch
 
-from sglang_loader.common.copies import synchronize
+from sglang_loader.common.copies.strided import synchronize
 from sglang_loader.common.session.messages import Loaded
 from sglang_loader.common.shared_memory import BufferHandle, host_id
 from verl_sglang_sync.collective import common_reason, holds_everywhere, own_rank, result_or_reason

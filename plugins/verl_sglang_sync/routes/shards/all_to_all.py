@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from sglang_loader.common.broadcast.broadcast import all_to_all
-from sglang_loader.common.fused_copies import FusedCopies
+from sglang_loader.common.copies.fused import FusedCopies
 from verl_sglang_sync.routes.shards.exchange_plan import PieceSends
 
 NUM_TRAVELLING = 2

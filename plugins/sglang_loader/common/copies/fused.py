@@ -4,9 +4,9 @@
     for launch in copies.between(memories, targets, device):    # and writes `targets[copy.storage]`
         launch()                                          # asynchronous on a GPU
 
-Copies of whole words are done by the kernel of `copy_kernel`, the others by torch's fused copies.
+Copies of whole words are done by the kernel (`kernel`), the others by torch's fused copies.
 They are divided once; for other memories only the addresses change. If memories lie on several
-GPUs, all of these are read at the same time, see `copy_kernel`.
+GPUs, all of these are read at the same time, see `kernel`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ import numpy.typing as npt
 import torch
 
 from sglang_loader.common.bucket_source import CopyFrom
-from sglang_loader.common.copies import copy_views
-from sglang_loader.common.copy_kernel import (
+from sglang_loader.common.copies.kernel import (
     WORD,
     interleaved_order,
     is_available,
@@ -30,6 +29,7 @@ from sglang_loader.common.copy_kernel import (
     rows_of,
     tables_of,
 )
+from sglang_loader.common.copies.strided import copy_views
 from sglang_loader.common.shared_memory import peer_gpu_of
 
 

@@ -3,7 +3,7 @@
 `_foreach_copy_` fuses copies only where both sides are dense, and reaches 70 % of what the memory
 gives; a strided copy is a launch of its own. Here the copies of a bucket are cut into tiles of up
 to `TILE_WORDS` 64-bit words, each a part of a row or a few rows, and one launch moves them all
-(`fused_copies` makes the tables of them).
+(`fused` makes the tables of them).
 
 If sources lie on several GPUs, their tiles are interleaved: each reader then reads from all of them
 at any time, and no GPU has to serve all readers at once while the others serve none. Measured in
