@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sglang_loader.common.regions.arrangement import Read, arranged_nbytes
 from sglang_loader.common.regions.compose import ByteMap, compose_read
 from sglang_loader.common.regions.geometry import Region
-from unit.strided_moves import indices
+from unit.strided_moves import indices, regions, strided_sets
 from verl_sglang_sync.routes.shards import exchange_plan
 from verl_sglang_sync.routes.shards.exchange_plan import (
     pieces_of,
@@ -31,41 +31,6 @@ def bytes_of(source):
 
 def bytes_read(read):
     return indices(read.offset, [*read.dims, (read.run, 1)])
-
-
-@st.composite
-def regions(draw, max_dims=3):
-    """A view of a dense array of 1 to 4 byte elements, and how many bytes that array has."""
-    full = draw(st.lists(st.integers(1, 6), min_size=1, max_size=max_dims))
-    itemsize = draw(st.sampled_from([1, 2, 4]))
-    strides = [math.prod(full[i + 1 :]) for i in range(len(full))]
-    offset, shape = 0, []
-    for count, stride in zip(full, strides, strict=True):
-        start = draw(st.integers(0, count - 1))
-        shape.append(draw(st.integers(1, count - start)))
-        offset += start * stride
-    order = draw(st.permutations(range(len(full))))
-    region = Region(
-        offset * itemsize,
-        tuple(shape[i] for i in order),
-        tuple(strides[i] for i in order),
-        itemsize,
-    )
-    return region, full, itemsize
-
-
-@st.composite
-def strided_sets(draw, nbytes):
-    """(offset, dims, run) within `nbytes` bytes; strides may be anything, 0 included."""
-    run = draw(st.integers(1, nbytes))
-    room = nbytes - run
-    dims = []
-    for _ in range(draw(st.integers(0, 3))):
-        count = draw(st.integers(1, 5))
-        stride = draw(st.integers(0, room // max(count - 1, 1)))
-        room -= (count - 1) * stride
-        dims.append((count, stride))
-    return draw(st.integers(0, room)), tuple(dims), run
 
 
 def test_rows_of_a_column_slice_need_one_part_each_way():

@@ -14,6 +14,7 @@ from sglang_loader.common.copies.kernel import TILE_WORDS, tables_of
 from sglang_loader.common.copies.strided import gather_reads
 from sglang_loader.common.regions.arrangement import Read, arranged_nbytes
 from support.remote import run_interpreted
+from unit.strided_moves import strided_sets
 
 CPU = torch.device("cpu")
 FILL = 0x5A
@@ -54,17 +55,7 @@ def arrangements(draw):
     reads = []
     for _ in range(draw(st.integers(1, 6))):
         tensor = draw(st.integers(0, len(sizes) - 1))
-        units = sizes[tensor] * 8 // word
-        offset = draw(st.integers(0, units - 1))
-        run = draw(st.integers(0, units - offset))
-        room, dims = units - offset - run, []
-        for _ in range(draw(st.integers(0, 3))):
-            count = draw(st.integers(1, 3))
-            stride = draw(st.integers(1, max(1, room // count)))
-            if (count - 1) * stride <= room:
-                room -= (count - 1) * stride
-                dims.append((count, stride * word))
-        reads.append((tensor, offset * word, tuple(dims), run * word))
+        reads.append((tensor, *draw(strided_sets(sizes[tensor] * 8, step=word, shortest=0))))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
     return laid_out(reads), [torch.randn(size, 2, generator=generator) for size in sizes]
 

@@ -33,7 +33,7 @@ from sglang_loader.load_plan.plan import SCRATCH, BucketPlan
 from sglang_loader.load_plan.tracer import trace_bucket
 from sglang_loader.load_plan.verify import check_bucket, why_misarranged
 from support.plan_check import differing, gather, snapshot
-from unit.strided_moves import indices, moves
+from unit.strided_moves import copies_out_of, indices, moves
 
 CAST = Unit(4, 2, (torch.float32, torch.bfloat16))
 
@@ -101,35 +101,13 @@ def buckets(draw):
         tensor = draw(st.sampled_from(layout.tensors))
         unit = draw(st.sampled_from([BYTES, CAST]))
         step = 4 if unit is CAST else draw(st.sampled_from([1, 2, 4]))
-        available = tensor.nbytes // step
-        if not available:
+        if not tensor.nbytes:
             continue
+        copy = draw(copies_out_of(tensor.nbytes, unit, step))
         storage = draw(st.integers(0, 1))
-        lead = draw(st.integers(0, available - 1))
-        run = draw(st.integers(1, available - lead))
-        dims, room = [], available - lead - run
-        width = run * step // unit.src_bytes
-        dst_step = width * unit.dst_bytes
-        for _ in range(draw(st.integers(0, 2))):
-            count = draw(st.integers(2, 4))
-            stride = draw(st.integers(0, room // (count - 1)))
-            room -= stride * (count - 1)
-            dst_step += draw(st.sampled_from([0, 2, 8]))
-            dims.append((count, stride * step, dst_step))
-            dst_step *= count
-        gap = draw(st.sampled_from([0, 0, 1, 6])) if unit is BYTES else 0
-        if unit is CAST:
-            dst[storage] += dst[storage] % 2
-        copies.append(
-            StridedCopy(
-                storage,
-                tensor.offset + lead * step,
-                dst[storage] + gap,
-                tuple(reversed(dims)),
-                width,
-                unit,
-            )
-        )
+        gap = draw(st.sampled_from([0, 0, 1, 6])) if unit is BYTES else dst[storage] % 2
+        at = {"src": tensor.offset + copy.src, "dst": dst[storage] + gap}
+        copies.append(replace(copy, storage=storage, **at))
         dst[storage] = copies[-1].dst_bounds()[1]
     order = draw(st.permutations(copies))
     return plan_of(layout, coalesce(order) if draw(st.booleans()) else list(order))

@@ -3,13 +3,14 @@ cuts.
 """
 
 import math
+from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_loader.common.regions.coalesce import coalesce, find_overlapping, join_adjacent
 from sglang_loader.common.regions.geometry import BYTES, StridedCopy, Unit, split_copy
-from unit.strided_moves import moves
+from unit.strided_moves import copies_out_of, moves
 
 SPACE = 512
 
@@ -20,28 +21,21 @@ def ledger(copies):
 
 
 @st.composite
-def arbitrary_copies(draw):
-    """Up to a dozen strided copies with any overlaps between them (none within one)."""
-    copies = []
-    for _ in range(draw(st.integers(1, 12))):
-        run = draw(st.sampled_from([1, 2, 4, 8]))
-        dims = []
-        dst_step = run
-        for _ in range(draw(st.integers(0, 2))):
-            count = draw(st.integers(2, 3))
-            dst_step += draw(st.sampled_from([0, 4, 8]))
-            dims.append((count, draw(st.sampled_from([0, 4, 8, 16])), dst_step))
-            dst_step *= count
-        src, dst = draw(st.integers(0, SPACE // 2)), draw(st.integers(0, SPACE // 2))
-        copies.append(StridedCopy(draw(st.integers(0, 1)), src, dst, tuple(dims), run))
-    return copies
+def placed_copies(draw):
+    copy = draw(copies_out_of(draw(st.sampled_from([4, 8, 24]))))
+    src, dst = draw(st.integers(0, SPACE // 2)), draw(st.integers(0, SPACE // 2))
+    return replace(copy, storage=draw(st.integers(0, 1)), src=src, dst=dst)
+
+
+COPIES = st.lists(placed_copies(), min_size=1, max_size=12)
+"""With any overlaps between them (none within one)."""
 
 
 def num_units(copy):
     return copy.run * math.prod(count for count, _, _ in copy.dims)
 
 
-@given(arbitrary_copies())
+@given(COPIES)
 @settings(max_examples=300)
 def test_copies_without_overlap_coalesce_exactly(copies):
     overlapping = find_overlapping(copies)
@@ -49,7 +43,7 @@ def test_copies_without_overlap_coalesce_exactly(copies):
     assert ledger(coalesce(rest)) == ledger(rest)
 
 
-@given(arbitrary_copies())
+@given(COPIES)
 @settings(max_examples=300)
 def test_every_overlap_is_found(copies):
     overlapping = find_overlapping(copies)
@@ -72,7 +66,7 @@ def test_casts_and_copies_are_never_joined():
 # Splitting at the pieces of a source.
 
 
-@given(arbitrary_copies(), st.lists(st.integers(1, SPACE), max_size=8, unique=True))
+@given(COPIES, st.lists(st.integers(1, SPACE), max_size=8, unique=True))
 def test_a_split_copy_moves_the_same_bytes_each_part_within_one_piece(copies, starts):
     starts = sorted([0, *starts])
     for copy in copies:
