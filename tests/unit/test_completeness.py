@@ -1,62 +1,43 @@
 """A model's weights are complete after a sync that is known to have brought all of them."""
 
 import torch
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.host_backup.completeness import Completeness
+
+FAILS, COMPLETE, PROVEN = "fails", "is complete", "is proven to be complete"
+BUCKETS = st.lists(st.frozensets(st.sampled_from("abc"), min_size=1), max_size=2)
+SYNCS = st.lists(st.tuples(BUCKETS, st.sampled_from([FAILS, COMPLETE, PROVEN])), max_size=6)
+"""The tensors of each bucket, and how the sync ends: the hooks complete one with missing tensors
+where the check finds that it is whole.
+"""
 
 
 def layout(names):
     return BucketLayout.pack([(name, (1,), torch.uint8) for name in sorted(names)])
 
 
-def load(state, *buckets):
-    for names in buckets:
-        state.begin_bucket(layout(frozenset(names)))
-
-
-def test_a_sync_is_half_written_from_its_first_bucket_to_its_end():
-    state = Completeness()
-    assert not state.is_half_written
-    load(state, "ab", "c")
-    assert state.is_half_written
-    assert state.layouts == (layout(frozenset("ab")), layout(frozenset("c")))
-    state.complete()
-    assert not state.is_half_written
-    assert state.has_completed
-    assert state.layouts == ()
-
-
-def test_what_a_proven_sync_did_not_bring_is_not_asked_for_again():
-    """The hooks complete a sync with missing tensors where the check finds that it is whole."""
-    state = Completeness()
-    load(state, "abc")
-    state.fail()
-    load(state, "ab")
-    state.complete()
-    state.fail()
-    load(state, "ab")
-    assert state.missing() == []
-
-
-@given(st.lists(st.tuples(st.lists(st.frozensets(st.sampled_from("abc"))), st.booleans())))
+@given(SYNCS)
+@example([(["abc"], FAILS), (["ab"], PROVEN), ([], FAILS), (["ab"], COMPLETE)])
+@example([(["a"], COMPLETE), ([], FAILS), (["a"], COMPLETE), ([], FAILS), ([], COMPLETE)])
+@settings(max_examples=300)
 def test_after_a_failure_only_all_that_came_before_makes_the_weights_complete(syncs):
-    state, ever, is_good = Completeness(), frozenset[str](), True
-    for buckets, fails in syncs:
+    state, ever, is_good, has_completed = Completeness(), frozenset[str](), True, False
+    for buckets, end in syncs:
         brought = frozenset[str]().union(*buckets)
-        for names in buckets:
+        for number, names in enumerate(buckets):
+            assert state.is_half_written == (not is_good or number > 0)
             state.begin_bucket(layout(names))
-        if is_good:
-            assert state.missing() == []
-        else:
-            assert state.missing() == sorted(ever - brought)
-        if fails or state.missing():
+        assert state.layouts == tuple(map(layout, buckets))
+        assert state.missing() == ([] if is_good else sorted(ever - brought))
+        if end == FAILS or (end == COMPLETE and state.missing()):
             state.fail()
             ever, is_good = ever | brought, False
         else:
             state.complete()
-            ever = brought if not is_good else ever | brought
-            is_good = True
+            ever = ever | brought if is_good else brought
+            is_good = has_completed = True
         assert state.is_half_written == state.is_broken == (not is_good)
+        assert (state.layouts, state.has_completed) == ((), has_completed)
