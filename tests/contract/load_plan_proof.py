@@ -9,7 +9,7 @@ import torch
 
 from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.copies.strided import gather_reads
-from sglang_loader.common.layout import BucketLayout, decode_arrangements, encode_arrangements
+from sglang_loader.common.layout import decode_arrangements, encode_arrangements
 from sglang_loader.common.regions.arrangement import arranged_nbytes
 from sglang_loader.load_plan.arrange import arrange
 from sglang_loader.load_plan.compiler import compile_bucket, join_buckets
@@ -17,7 +17,7 @@ from sglang_loader.load_plan.destinations import collect_destinations, first_dif
 from sglang_loader.load_plan.executor import PlanExecutor, replay_once
 from sglang_loader.load_plan.tracer import trace_bucket
 from sglang_loader.upstream import engine_context
-from support.plan_check import differing, self_check, snapshot
+from support.plan_check import differing, packed, self_check, snapshot
 
 LAYOUTS = ("many", "cut")
 
@@ -27,7 +27,7 @@ def prove(model, first, second, how):
 
     The negative control drops one copy, which the comparison and the self-check must both notice.
     """
-    buckets = [pack(bucket) for bucket in split(first, how)]
+    buckets = [packed(bucket) for bucket in split(first, how)]
     traces = [trace_bucket(model, model.load_weights, *bucket) for bucket in buckets]
     plans = [compile_bucket(traced) for traced in traces]
     plan = join_buckets(plans, traces[-1].destinations)
@@ -35,7 +35,7 @@ def prove(model, first, second, how):
     assert reason is None, reason
 
     later = split(second, how)
-    buffers = [pack(bucket)[1] for bucket in later]
+    buffers = [packed(bucket)[1] for bucket in later]
     load_eagerly(model, later)
     expected = snapshot(plan.destinations)
     load_eagerly(model, split(first, how))
@@ -76,20 +76,11 @@ def split(weights, how):
     return [weights[i : i + size] for i in range(0, len(weights), size)]
 
 
-def pack(weights):
-    """One bucket's layout and its filled buffer."""
-    layout = BucketLayout.pack((name, t.shape, t.dtype) for name, t in weights)
-    buffer = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    for (_, view), (_, tensor) in zip(layout.views(buffer), weights, strict=True):
-        view.copy_(tensor)
-    return layout, buffer
-
-
 def sync(loader, model, weights, how):
     """One sync as a session makes it: by the plan, or eagerly where none holds."""
     loader.start(engine_context(model), recheck_every_n_syncs=0)
     for i, bucket in enumerate(split(weights, how)):
-        layout, buffer = pack(bucket)
+        layout, buffer = packed(bucket)
         loader.load(i, layout, BucketSource.flat(buffer))
     return loader.finish()
 

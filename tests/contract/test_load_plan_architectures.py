@@ -10,7 +10,7 @@ import dataclasses
 import pytest
 import transformers
 
-from contract.load_plan_proof import LAYOUTS, pack, prove
+from contract.load_plan_proof import LAYOUTS, prove
 from contract.tiny_architecture_cases import CASES, case_named
 from contract.tiny_architectures import CannotBuild, Ranks, prepare_process, stop_process_groups
 from contract.tiny_engine import TinyEngine
@@ -19,7 +19,7 @@ from sglang_loader.load_plan.compiler import compile_bucket, join_buckets
 from sglang_loader.load_plan.tracer import trace_bucket
 from sglang_loader.load_plan.uses import uses_of
 from sglang_loader.session.findings import Verdict
-from support.plan_check import uncovered
+from support.plan_check import packed, uncovered
 
 prepare_process()
 pytest.importorskip("sglang", reason="needs the SGLang that the plugin supports")
@@ -90,12 +90,12 @@ def test_a_boundary_between_two_halves_is_reported(rendezvous, tmp_path):
     parted = [item for item in built.first if not item[0].endswith(halves[1])]
     rest = [item for item in built.first if item[0].endswith(halves[1])]
     load_weights = built.model.load_weights
-    traces = [trace_bucket(built.model, load_weights, *pack(bucket)) for bucket in (parted, rest)]
+    traces = [trace_bucket(built.model, load_weights, *packed(bucket)) for bucket in (parted, rest)]
     plan = join_buckets([compile_bucket(t) for t in traces], traces[-1].destinations)
     assert sorted(name for traced in traces for name in uses_of(traced).unused) == sorted(names)
     fused = [n for n in uncovered(plan, "parameter") if "fused_qkv_a_proj_with_mqa" in n]
     assert len(fused) == 2
-    traced = trace_bucket(built.model, load_weights, *pack(built.first))
+    traced = trace_bucket(built.model, load_weights, *packed(built.first))
     whole = join_buckets([compile_bucket(traced)], traced.destinations)
     padded = {"model.embed_tokens.weight", "lm_head.weight"}  # by rows that the loader sets to 0
     assert set(uncovered(whole, "parameter")) <= padded

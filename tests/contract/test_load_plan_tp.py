@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from contract.load_plan_proof import LAYOUTS, pack, prove
+from contract.load_plan_proof import LAYOUTS, prove
 from contract.tiny_architecture_cases import case_named
 from contract.tiny_architectures import (
     Ranks,
@@ -25,6 +25,7 @@ from sglang_loader.common.regions.intervals import num_bytes
 from sglang_loader.load_plan.arrange import num_bytes_read
 from sglang_loader.load_plan.tracer import trace_bucket
 from sglang_loader.load_plan.uses import uses_of
+from support.plan_check import packed
 from support.remote import Remote, finish, results_of
 from support.sglang_server import environment
 
@@ -100,7 +101,7 @@ def proved(ranks, folder, name):
     plans = [prove(model, first, second, how) for how in LAYOUTS]
     return {
         "checked": checked,
-        "ignored": len(uses_of(trace_bucket(model, model.load_weights, *pack(first))).unused),
+        "ignored": len(uses_of(trace_bucket(model, model.load_weights, *packed(first))).unused),
         "arranged_bytes": sum(num_bytes_read(bucket) for bucket in plans[0].buckets),
         "covered_bytes": sum(num_bytes(ranges) for ranges in plans[0].coverage.values()),
     }

@@ -1,6 +1,8 @@
-"""The proof of a whole plan at once, what its syncs leave as it was, and every byte compared."""
+"""Buckets, the proof of a whole plan at once, what its syncs leave as it was, and every byte
+compared.
+"""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -11,6 +13,27 @@ from sglang_loader.common.regions.arrangement import Arrangement
 from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.plan import LoadPlan, LoadWeights
 from sglang_loader.load_plan.verify import CheckedDigests, check_bucket
+
+
+def packed(weights: Iterable[tuple[str, torch.Tensor]]) -> tuple[BucketLayout, torch.Tensor]:
+    """One bucket's layout and its filled buffer."""
+    named = list(weights)
+    layout = BucketLayout.pack((name, tensor.shape, tensor.dtype) for name, tensor in named)
+    buffer = torch.zeros(layout.nbytes, dtype=torch.uint8, device=named[0][1].device)
+    for (_, view), (_, tensor) in zip(layout.views(buffer), named, strict=True):
+        view.copy_(tensor)
+    return layout, buffer
+
+
+def random_bucket(
+    sources: Iterable[tuple[str, tuple[int, ...], torch.dtype]], seed: int, device: str = "cpu"
+) -> tuple[BucketLayout, torch.Tensor]:
+    """A bucket of random tensors with these names, shapes and dtypes."""
+    generator = torch.Generator(device).manual_seed(seed)
+    return packed(
+        (name, torch.randn(shape, generator=generator, device=device).to(dtype))
+        for name, shape, dtype in sources
+    )
 
 
 def self_check(

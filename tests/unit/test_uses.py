@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from sglang_loader.common.bucket_source import BucketSource
-from sglang_loader.common.layout import BucketLayout
 from sglang_loader.load_plan.destinations import collect_destinations
 from sglang_loader.session.findings import missing_tensors, view_of
 from sglang_loader.session.model_loader import ModelLoader
 from sglang_loader.session.recording import naming_tensors
+from support.plan_check import packed
 
 BF16 = torch.bfloat16
 SPECS = [("a", torch.float32, (4, 6)), ("b", BF16, (4,)), ("s", torch.float32, ())]
@@ -34,10 +34,7 @@ class Toy(nn.Module):
 
 def bucket(specs):
     """A bucket of ones: (layout, source)."""
-    layout = BucketLayout.pack((name, shape, dtype) for name, dtype, shape in specs)
-    buffer = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    for _, view in layout.views(buffer):
-        view.fill_(1)
+    layout, buffer = packed((name, torch.ones(shape, dtype=dtype)) for name, dtype, shape in specs)
     return layout, BucketSource.flat(buffer)
 
 

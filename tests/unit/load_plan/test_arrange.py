@@ -32,7 +32,7 @@ from sglang_loader.load_plan.compiler import compile_bucket
 from sglang_loader.load_plan.plan import SCRATCH, BucketPlan
 from sglang_loader.load_plan.tracer import trace_bucket
 from sglang_loader.load_plan.verify import check_bucket, why_misarranged
-from support.plan_check import differing, gather, snapshot
+from support.plan_check import differing, gather, random_bucket, snapshot
 from unit.strided_moves import copies_out_of, indices, moves
 
 CAST = Unit(4, 2, (torch.float32, torch.bfloat16))
@@ -213,7 +213,6 @@ SOURCES = [
     ("k", (8, 16), torch.float32),
     ("ignored", (64,), torch.float32),
 ]
-LAYOUT = BucketLayout.pack(SOURCES)
 
 
 class Half(nn.Module):
@@ -245,17 +244,9 @@ class Half(nn.Module):
             self.total.add_(self.qk.sum())
 
 
-def random_bucket(seed):
-    buffer = torch.zeros(LAYOUT.nbytes, dtype=torch.uint8)
-    generator = torch.Generator().manual_seed(seed)
-    for _, view in LAYOUT.views(buffer):
-        view.copy_(torch.randn(view.shape, generator=generator))
-    return buffer
-
-
 def test_a_plan_that_reads_an_arranged_buffer_otherwise_is_found_out():
-    model, buffer = Half(), random_bucket(0)
-    traced = trace_bucket(model, model.load_weights, LAYOUT, buffer)
+    model, (layout, buffer) = Half(), random_bucket(SOURCES, 0)
+    traced = trace_bucket(model, model.load_weights, layout, buffer)
     plan, destinations = compile_bucket(traced), traced.destinations
     assert plan.rest.tensors and plan.copies
     assert check_bucket(model, plan, destinations, model.load_weights, buffer) is None

@@ -7,11 +7,10 @@ import torch
 from torch import nn
 
 from sglang_loader.common.bucket_source import BucketSource
-from sglang_loader.common.layout import BucketLayout
 from sglang_loader.load_plan.compiler import compile_bucket, join_buckets
 from sglang_loader.load_plan.executor import PlanExecutor
 from sglang_loader.load_plan.tracer import trace_bucket
-from support.plan_check import differing, self_check, snapshot
+from support.plan_check import differing, random_bucket, self_check, snapshot
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,12 +53,8 @@ def pack(seed):
     for e in range(EXPERTS):
         sources += [(f"gate.{e}", (WIDTH, HIDDEN)), (f"up.{e}", (WIDTH, HIDDEN))]
         sources += [(f"down.{e}", (HIDDEN, WIDTH))]
-    layout = BucketLayout.pack((name, shape, torch.bfloat16) for name, shape in sources)
-    buffer = torch.zeros(layout.nbytes, dtype=torch.uint8, device="cuda")
-    generator = torch.Generator("cuda").manual_seed(seed)
-    for _, view in layout.views(buffer):
-        view.copy_(torch.randn(view.shape, generator=generator, device="cuda"))
-    return layout, buffer
+    typed = [(name, shape, torch.bfloat16) for name, shape in sources]
+    return random_bucket(typed, seed, "cuda")
 
 
 @pytest.mark.parametrize("inference", [False, True])

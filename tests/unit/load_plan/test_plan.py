@@ -17,7 +17,7 @@ from sglang_loader.load_plan.plan import PlanRefused
 from sglang_loader.load_plan.tracer import trace_bucket
 from sglang_loader.load_plan.uses import uses_of
 from sglang_loader.load_plan.verify import CheckedDigests, check_bucket, poison, scramble
-from support.plan_check import differing, self_check, snapshot, uncovered
+from support.plan_check import differing, random_bucket, self_check, snapshot, uncovered
 
 SOURCES = [("w", (6, 8), torch.float32), ("v", (6, 8), torch.float32), ("b", (8,), torch.bfloat16)]
 
@@ -41,12 +41,7 @@ class Model(nn.Module):
 
 
 def pack(seed=0, sources=SOURCES):
-    layout = BucketLayout.pack(sources)
-    buffer = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    generator = torch.Generator().manual_seed(seed)
-    for _, view in layout.views(buffer):
-        view.copy_(torch.randn(view.shape, generator=generator))
-    return layout, buffer
+    return random_bucket(sources, seed)
 
 
 def compile_for(model, *buckets):

@@ -17,9 +17,13 @@ from sglang_loader.common.session.messages import BucketPiece
 from sglang_loader.load_plan.compiler import compile_bucket, join_buckets
 from sglang_loader.load_plan.executor import PlanExecutor
 from sglang_loader.load_plan.tracer import trace_bucket
+from support.plan_check import packed
 
 SHAPES = [("q", (4, 8)), ("k", (2, 8)), ("v", (2, 8)), ("o", (8, 4)), ("n", (8,))]
 LAYOUT = BucketLayout.pack([(name, shape, torch.float32) for name, shape in SHAPES])
+
+
+NAMES = [name for name, _ in SHAPES]
 
 
 class Model(nn.Module):
@@ -63,9 +67,7 @@ def check_equal(model, expected):
 
 def in_pieces(tensors, cuts):
     """The bucket, parted before any of its elements, each part in memory of its own."""
-    buffer = torch.zeros(LAYOUT.nbytes, dtype=torch.uint8)
-    for (_, view), tensor in zip(LAYOUT.views(buffer), tensors, strict=True):
-        view.copy_(tensor)
+    _, buffer = packed(zip(NAMES, tensors, strict=True))
     ends = [0, *sorted(4 * cut for cut in cuts), LAYOUT.nbytes]
     pairs = itertools.pairwise(ends)
     return source_of([(start, buffer[start:stop].clone()) for start, stop in pairs])
@@ -136,7 +138,7 @@ def test_a_replay_from_pieces_or_shards_is_the_eager_load(dtype, parts, seed):
     tensors = random_tensors(seed)
     source = (in_pieces if isinstance(parts, set) else spread)(tensors, parts)
     executor.replay(0, source)
-    expected.load_weights(zip([name for name, _ in SHAPES], tensors, strict=True))
+    expected.load_weights(zip(NAMES, tensors, strict=True))
     check_equal(model, expected)
     views = LAYOUT.views(source.packed(LAYOUT))
     assert all(torch.equal(view, t) for (_, view), t in zip(views, tensors, strict=True))
@@ -146,9 +148,8 @@ def test_a_replay_from_pieces_or_shards_is_the_eager_load(dtype, parts, seed):
 def test_memory_in_which_elements_lie_askew_is_copied_right_or_refused(odd):
     """Words may be as narrow as it takes; what is cast has elements."""
     tensors = random_tensors(1)
+    _, whole = packed(zip(NAMES, tensors, strict=True))
     memory = torch.zeros(odd + LAYOUT.nbytes, dtype=torch.uint8)[odd:]
-    for (_, view), tensor in zip(LAYOUT.views(whole := memory.clone()), tensors, strict=True):
-        view.copy_(tensor)
     source = source_of([(0, memory.copy_(whole))])
     for dtype in (torch.float32, torch.float64):
         model, expected = Model().to(dtype), Model().to(dtype)
@@ -157,7 +158,7 @@ def test_memory_in_which_elements_lie_askew_is_copied_right_or_refused(odd):
                 executor_of(model).replay(0, source)
             continue
         executor_of(model).replay(0, source)
-        expected.load_weights(zip([name for name, _ in SHAPES], tensors, strict=True))
+        expected.load_weights(zip(NAMES, tensors, strict=True))
         check_equal(model, expected)
 
 
@@ -190,7 +191,7 @@ def test_memory_may_be_another_in_each_replay():
         with mock.patch.object(BucketMap, "copies", autospec=True, side_effect=copies) as found:
             executor.replay(0, BucketSource(bucket_map, source.memories))
             assert found.called == (seed == 0)
-        expected.load_weights(zip([name for name, _ in SHAPES], tensors, strict=True))
+        expected.load_weights(zip(NAMES, tensors, strict=True))
         check_equal(model, expected)
 
 
