@@ -1,6 +1,5 @@
 """One trainer rank in the tests of routes: real FSDP2 models, verl's own export, syncs on gloo."""
 
-import asyncio
 import types
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -13,11 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from support.settings import settings_of
-from unit.serving_engine import ServingEngine
+from unit.serving_engine import ServingEngine, colocated, synced
 from unit.trainer_ranks import trainer_group
 from verl_sglang_sync import WeightSyncError
-from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.route import Recovery
 
 CPU = torch.device("cpu")
@@ -185,8 +182,6 @@ class Rank:
     """
 
     def __init__(self, route, kind, *, recheck=0, dtype="float32", is_shared=True):
-        from verl_sglang_sync.sync.transport import colocated_transport
-
         self.model = sharded(kind, getattr(torch, dtype))
         if is_shared:
             for tensor in [*self.model.parameters(), *self.model.buffers()]:
@@ -198,17 +193,16 @@ class Rank:
         self.engine = ServingEngine(tp=TP) if is_leader else None
         if self.engine is not None:
             self.engine.models = [EngineModel(rank, exported) for rank in range(TP)]
-        self.settings = settings_of(
+        self.transport = colocated(
+            self.engine,
             "compiled",
+            self.group,
             bucket_bytes=BUCKET_BYTES,
             recheck_every_n_syncs=recheck,
             read_in_place=route == "pull",
             exchange_shards=route == "exchange",
             manifest_check="off",
             free_cache_engine=False,
-        ).for_session()
-        self.transport = colocated_transport(
-            engine=self.engine, settings=self.settings, group=self.group, device=CPU
         )
         pull, exchange = self.transport._routes
         exchange._piece_nbytes = PIECE_BYTES
@@ -227,20 +221,19 @@ class Rank:
         pull._record, self.route.recover = recorded, recovered
 
     def sync(self):
-        report, error = SyncReport(mode="compiled", replica=0), None
+        report = None
         with mock.patch.object(
             DTensor, "full_tensor", autospec=True, side_effect=DTensor.full_tensor
         ) as gather:
             try:
-                asyncio.run(self.transport.sync(self.export, version="1", report=report))
+                report = synced(self.transport, self.export)
             except WeightSyncError as failed:
                 self.seen.errors.append(str(failed))
-                error = failed
         seen = self.seen
         seen.num_handles.append(self._num_handles)
         seen.keeps = self.transport._routes[0]._located is not None
         seen.off = self.route.off_reason
-        if error is None:
+        if report is not None:
             counts = {"pull": report.num_pulled, "exchange": report.num_exchanged}
             seen.routes.append(next((name for name, num in counts.items() if num), "export"))
             seen.wrong.append(self.wrong())

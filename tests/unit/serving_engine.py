@@ -1,10 +1,12 @@
 """An engine's server in this process: each of its TP ranks is a thread that serves real sessions.
 
 engine = ServingEngine(tp=2)
-transport = colocated_transport(engine=engine, ...)
+transport = colocated(engine, "flattened", group)
+report = synced(transport, weights)
 engine.models[1].loaded             # what TP rank 1 got in the last sync, by name
 """
 
+import asyncio
 import base64
 import threading
 import time
@@ -19,7 +21,11 @@ from sglang_loader.common.session.messages import SESSION_FORMAT, decode_descrip
 from sglang_loader.session import serve as session
 from sglang_loader.session.group_receiver import GroupReceiver
 from sglang_loader.session.mapped_memory import MappedMemory
+from support.settings import settings_of
+from verl_sglang_sync.collective import TrainerGroup
 from verl_sglang_sync.engine.server_client import operations
+from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.sync.transport import colocated_transport
 
 NO_STEPS = session.SessionSteps(
     after_join=lambda: None, before_loading=lambda layout: None, after_load=lambda: None
@@ -224,6 +230,23 @@ class ServingEngine:
             return
         self.num_published += 1
         reply.set_result({"success": True, "message": with_remark(self.remark)})
+
+
+def colocated(engine, mode, group=None, **keys):
+    """The transport of one trainer rank, or of one on its own, on a CPU; `keys` of the preset."""
+    return colocated_transport(
+        engine=engine,
+        settings=settings_of(mode, **keys).for_session(),
+        group=group or TrainerGroup(),
+        device=torch.device("cpu"),
+    )
+
+
+def synced(transport, weights, mode="compiled", **replicas):
+    """The report of one sync."""
+    report = SyncReport(mode=mode, replica=None if replicas else 0)
+    asyncio.run(transport.sync(weights, version="1", report=report, **replicas))
+    return report
 
 
 def costs_of(tags):

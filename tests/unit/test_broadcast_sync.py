@@ -1,6 +1,5 @@
 """Disaggregated syncs in one process: real sessions over TCP, real broadcasts over gloo."""
 
-import asyncio
 import contextlib
 import gc
 import weakref
@@ -17,11 +16,10 @@ from torch.distributed.distributed_c10d import _world
 from sglang_loader.common.broadcast.broadcast import Broadcast
 from sglang_loader.session.group_receiver import GroupReceiver
 from support.settings import settings_of
-from unit.serving_engine import ServingEngine
+from unit.serving_engine import ServingEngine, synced
 from verl_sglang_sync import WeightSyncError
 from verl_sglang_sync.collective import TrainerGroup
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroup
-from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes import broadcast as route
 from verl_sglang_sync.sync.transport import disaggregated_transport
 
@@ -123,9 +121,7 @@ def transport(groups, mode="flattened", **options):
     )
 
     def sync(weights):
-        report = SyncReport(mode=mode, replica=None)
-        asyncio.run(made.sync(weights, version="1", report=report, replicas=groups.replicas))
-        return report
+        return synced(made, weights, mode, replicas=groups.replicas)
 
     return sync
 

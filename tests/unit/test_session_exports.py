@@ -1,6 +1,5 @@
 """What one rank exports reaches its engine bit by bit; what is held, counted, and said of it."""
 
-import asyncio
 import math
 from contextlib import nullcontext
 from dataclasses import replace
@@ -16,10 +15,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from sglang_loader.session import serve
 from support.settings import settings_of
-from unit.serving_engine import ByName, ServingEngine
+from unit.serving_engine import ByName, ServingEngine, colocated, synced
 from verl_sglang_sync import WeightSyncError
 from verl_sglang_sync.collective import TrainerGroup
-from verl_sglang_sync.report import SyncReport, warn_once
+from verl_sglang_sync.report import warn_once
 from verl_sglang_sync.routes.pull.route import Pull
 from verl_sglang_sync.routes.route import NOT_TRACEABLE, Route, RouteContext
 from verl_sglang_sync.routes.staging_ring import StagingRing
@@ -27,7 +26,6 @@ from verl_sglang_sync.sources import source_map
 from verl_sglang_sync.sources.comparison import Comparison
 from verl_sglang_sync.sources.export import Reexport
 from verl_sglang_sync.sources.export_trace import trace_export
-from verl_sglang_sync.sync.transport import colocated_transport
 
 MODES = ("bucketed", "flattened")
 both_modes = pytest.mark.parametrize("mode", MODES)
@@ -39,25 +37,12 @@ class Trainer:
     def __init__(self, mode, bucket_bytes=1024):
         self.engine = ServingEngine()
         self.mode = mode
-        config = settings_of(
-            mode,
-            bucket_bytes=bucket_bytes,
-            request_timeout_s=20,
-            manifest_check="off",
-            free_cache_engine=False,
-        )
-        self.transport = colocated_transport(
-            engine=self.engine,
-            settings=config.for_session(),
-            group=TrainerGroup(),
-            device=torch.device("cpu"),
-        )
+        options = {"manifest_check": "off", "free_cache_engine": False, "request_timeout_s": 20}
+        self.transport = colocated(self.engine, mode, bucket_bytes=bucket_bytes, **options)
 
     def sync(self, weights):
         """One sync; its report."""
-        report = SyncReport(mode=self.mode, replica=0)
-        asyncio.run(self.transport.sync(iter(weights), version="1", report=report))
-        return report
+        return synced(self.transport, iter(weights), self.mode)
 
     def received(self, weights):
         """What the engine's `load_weights` saw in one sync: contents by name, in order."""
@@ -297,10 +282,7 @@ class Traceable:
         self.route = self.trainer.transport._routes[0]
 
     def sync(self):
-        export = Reexport(self._export, sources=self.sources)
-        report = SyncReport(mode="compiled", replica=0)
-        asyncio.run(self.trainer.transport.sync(export, version="1", report=report))
-        return report
+        return synced(self.trainer.transport, Reexport(self._export, sources=self.sources))
 
     def _export(self):
         self.num_exports += 1

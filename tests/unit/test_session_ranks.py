@@ -1,8 +1,6 @@
 """Ranks of a session in step: one that has failed still takes part in what others wait for."""
 
-import asyncio
 import re
-from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -10,9 +8,8 @@ import pytest
 import torch
 
 from sglang_loader.common.session.messages import SessionError
-from support.settings import settings_of
 from unit.failed_replies import BAD, LOST, FailsReplies, failed_request
-from unit.serving_engine import ServingEngine
+from unit.serving_engine import ServingEngine, colocated, synced
 from unit.test_session_commit import SETTINGS
 from verl_sglang_sync import WeightSyncError
 from verl_sglang_sync.collective import RankLost, TrainerGroup
@@ -24,7 +21,6 @@ from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.mapped_delivery import MappedDelivery
 from verl_sglang_sync.sync.ranks_in_step import RanksInStep
 from verl_sglang_sync.sync.session_run import SessionRun
-from verl_sglang_sync.sync.transport import colocated_transport
 
 
 class Group(TrainerGroup):
@@ -49,17 +45,11 @@ def test_a_rank_whose_last_reply_was_bad_exports_before_it_agrees(last, raised, 
             events.append(name)
             yield name, torch.ones(60)
 
-    transport = colocated_transport(
-        engine=FailsReplies(bad),
-        settings=replace(SETTINGS, manifest_check="off"),
-        group=Group(events),
-        device=torch.device("cpu"),
-    )
+    keys = {"bucket_bytes": 256, "manifest_check": "off", "request_timeout_s": 10}
+    transport = colocated(FailsReplies(bad), "compiled", Group(events), **keys)
     transport._unanswered = [failed_request(last)]
     with pytest.raises(WeightSyncError, match=re.escape(raised)):
-        asyncio.run(
-            transport.sync(export(), version="2", report=SyncReport(mode="compiled", replica=0))
-        )
+        synced(transport, export())
     assert events[0] == "first", "the other ranks would wait in the export's collectives"
     assert set(events) == {"first", "second", "agree"}
     assert transport._unanswered == [], "said once"
@@ -85,15 +75,9 @@ def test_a_commit_whose_outcome_is_not_told_may_be_served(is_silent, text, monke
         monkeypatch.setattr(TrainerSession, "wait_until_published", silent)
     engine = ServingEngine()
     engine.refuses = None if is_silent else "these do not fit"
-    transport = colocated_transport(
-        engine=engine,
-        settings=settings_of("bucketed", manifest_check="off", request_timeout_s=30).for_session(),
-        group=TrainerGroup(),
-        device=torch.device("cpu"),
-    )
-    report = SyncReport(mode="bucketed", replica=0)
+    transport = colocated(engine, "bucketed", manifest_check="off", request_timeout_s=30)
     with pytest.raises(WeightSyncError, match=text):
-        asyncio.run(transport.sync([("a", torch.ones(60))], version="2", report=report))
+        synced(transport, [("a", torch.ones(60))], "bucketed")
 
 
 def test_the_first_failure_is_kept():

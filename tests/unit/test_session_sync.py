@@ -1,6 +1,5 @@
 """One sync: it arrives bit by bit on every rank, or is published on none, and never hangs."""
 
-import asyncio
 import hashlib
 import time
 from dataclasses import dataclass, field, replace
@@ -11,13 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.settings import settings_of
-from unit.serving_engine import ServingEngine
+from unit.serving_engine import ServingEngine, colocated, synced
 from unit.trainer_ranks import TIMEOUT_S, WORLD_SIZE, trainer_group
 from verl_sglang_sync import WeightSyncError
-from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sources.export import Reexport
-from verl_sglang_sync.sync.transport import colocated_transport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,19 +116,14 @@ def sync(case):
     if case.load_fails is not None and case.load_fails[0] == dist.get_rank():
         engine.models[case.load_fails[1]].fails_at = case.load_fails[2]
     limits = {"bucket_bytes": 4 * 256, "request_timeout_s": TIMEOUT_S}
-    settings = settings_of(case.mode, manifest_check="off", free_cache_engine=False, **limits)
-    transport = colocated_transport(
-        engine=engine if is_leader else None,
-        settings=settings.for_session(),
-        group=group,
-        device=torch.device("cpu"),
-    )
-    weights, report = _export(case, outcome, export_group), SyncReport(mode=case.mode, replica=0)
+    keys = {"manifest_check": "off", "free_cache_engine": False, **limits}
+    transport = colocated(engine if is_leader else None, case.mode, group, **keys)
+    weights = _export(case, outcome, export_group)
     if case.export_fails == (dist.get_rank(), -1):
         weights = Reexport(Mock(side_effect=RuntimeError("the export was not begun")))
     started = time.monotonic()
     try:
-        asyncio.run(transport.sync(weights, version="1", report=report))
+        synced(transport, weights, case.mode)
     except WeightSyncError as error:
         outcome.error = str(error)
     outcome.seconds = time.monotonic() - started

@@ -58,7 +58,7 @@ def prove_sending():
     readers = rank.transport._engines.readers
     for origins in (nullcontext(), spoiled_origins()):
         context = RouteContext(
-            rank.group, CPU, rank.settings, lambda: readers, dist.get_world_size()
+            rank.group, CPU, rank.transport._settings, lambda: readers, dist.get_world_size()
         )
         context.stream = rank.transport._stream
         route = Send(context, None)
