@@ -12,12 +12,10 @@ from sglang_loader.common.copies.strided import gather_reads
 from sglang_loader.common.layout import decode_arrangements, encode_arrangements
 from sglang_loader.common.regions.arrangement import arranged_nbytes
 from sglang_loader.load_plan.arrange import arrange
-from sglang_loader.load_plan.compiler import compile_bucket, join_buckets
 from sglang_loader.load_plan.destinations import collect_destinations, first_difference
 from sglang_loader.load_plan.executor import PlanExecutor, replay_once
-from sglang_loader.load_plan.tracer import trace_bucket
 from sglang_loader.upstream import engine_context
-from support.plan_check import differing, packed, self_check, snapshot
+from support.plan_check import differing, packed, planned, self_check, snapshot
 
 LAYOUTS = ("many", "cut")
 
@@ -28,9 +26,7 @@ def prove(model, first, second, how):
     The negative control drops one copy, which the comparison and the self-check must both notice.
     """
     buckets = [packed(bucket) for bucket in split(first, how)]
-    traces = [trace_bucket(model, model.load_weights, *bucket) for bucket in buckets]
-    plans = [compile_bucket(traced) for traced in traces]
-    plan = join_buckets(plans, traces[-1].destinations)
+    plan = planned(model, *buckets)
     reason = self_check(model, plan, model.load_weights, [buffer for _, buffer in buckets])
     assert reason is None, reason
 

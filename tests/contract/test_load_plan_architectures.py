@@ -19,7 +19,7 @@ from sglang_loader.load_plan.compiler import compile_bucket, join_buckets
 from sglang_loader.load_plan.tracer import trace_bucket
 from sglang_loader.load_plan.uses import uses_of
 from sglang_loader.session.findings import Verdict
-from support.plan_check import packed, uncovered
+from support.plan_check import packed, planned, uncovered
 
 prepare_process()
 pytest.importorskip("sglang", reason="needs the SGLang that the plugin supports")
@@ -95,8 +95,7 @@ def test_a_boundary_between_two_halves_is_reported(rendezvous, tmp_path):
     assert sorted(name for traced in traces for name in uses_of(traced).unused) == sorted(names)
     fused = [n for n in uncovered(plan, "parameter") if "fused_qkv_a_proj_with_mqa" in n]
     assert len(fused) == 2
-    traced = trace_bucket(built.model, load_weights, *packed(built.first))
-    whole = join_buckets([compile_bucket(traced)], traced.destinations)
+    whole = planned(built.model, packed(built.first))
     padded = {"model.embed_tokens.weight", "lm_head.weight"}  # by rows that the loader sets to 0
     assert set(uncovered(whole, "parameter")) <= padded
 

@@ -10,8 +10,10 @@ from torch import nn
 from sglang_loader.common.copies.strided import gather_reads
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.arrangement import Arrangement
+from sglang_loader.load_plan.compiler import compile_bucket, join_buckets
 from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.plan import LoadPlan, LoadWeights
+from sglang_loader.load_plan.tracer import trace_bucket
 from sglang_loader.load_plan.verify import CheckedDigests, check_bucket
 
 
@@ -34,6 +36,17 @@ def random_bucket(
         (name, torch.randn(shape, generator=generator, device=device).to(dtype))
         for name, shape, dtype in sources
     )
+
+
+def planned(model: nn.Module, *buckets: tuple[BucketLayout, torch.Tensor]) -> LoadPlan:
+    """The plan of what the model does with these buckets, each a layout and its buffer."""
+    plans, found = [], None
+    for layout, buffer in buckets:
+        traced = trace_bucket(model, model.load_weights, layout, buffer, found)
+        found = traced.destinations
+        plans.append(compile_bucket(traced))
+    assert found is not None
+    return join_buckets(plans, found)
 
 
 def self_check(

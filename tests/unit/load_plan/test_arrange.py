@@ -28,11 +28,9 @@ from sglang_loader.load_plan.arrange import (
     arrange,
     num_bytes_read,
 )
-from sglang_loader.load_plan.compiler import compile_bucket
 from sglang_loader.load_plan.plan import SCRATCH, BucketPlan
-from sglang_loader.load_plan.tracer import trace_bucket
 from sglang_loader.load_plan.verify import check_bucket, why_misarranged
-from support.plan_check import differing, gather, random_bucket, snapshot
+from support.plan_check import differing, gather, planned, random_bucket, snapshot
 from unit.strided_moves import copies_out_of, indices, moves
 
 CAST = Unit(4, 2, (torch.float32, torch.bfloat16))
@@ -246,8 +244,8 @@ class Half(nn.Module):
 
 def test_a_plan_that_reads_an_arranged_buffer_otherwise_is_found_out():
     model, (layout, buffer) = Half(), random_bucket(SOURCES, 0)
-    traced = trace_bucket(model, model.load_weights, layout, buffer)
-    plan, destinations = compile_bucket(traced), traced.destinations
+    whole = planned(model, (layout, buffer))
+    (plan,), destinations = whole.buckets, whole.destinations
     assert plan.rest.tensors and plan.copies
     assert check_bucket(model, plan, destinations, model.load_weights, buffer) is None
     arrangement, rebased = arrange(plan)

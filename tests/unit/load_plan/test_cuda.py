@@ -7,10 +7,8 @@ import torch
 from torch import nn
 
 from sglang_loader.common.bucket_source import BucketSource
-from sglang_loader.load_plan.compiler import compile_bucket, join_buckets
 from sglang_loader.load_plan.executor import PlanExecutor
-from sglang_loader.load_plan.tracer import trace_bucket
-from support.plan_check import differing, random_bucket, self_check, snapshot
+from support.plan_check import differing, planned, random_bucket, self_check, snapshot
 
 pytestmark = [
     pytest.mark.gpu,
@@ -62,8 +60,7 @@ def test_replay_is_byte_identical_on_a_gpu(inference):
     with torch.inference_mode(inference):
         model = Experts()
         layout, buffer = pack(0)
-        traced = trace_bucket(model, model.load_weights, layout, buffer)
-        plan = join_buckets([compile_bucket(traced)], traced.destinations)
+        plan = planned(model, (layout, buffer))
         assert plan.num_rest == 1
         reason = self_check(model, plan, model.load_weights, [buffer])
         assert reason is None, reason
@@ -81,9 +78,8 @@ def test_replay_is_byte_identical_on_a_gpu(inference):
 def test_replay_never_waits():
     model = Experts()
     layout, buffer = pack(0)
-    traced = trace_bucket(model, model.load_weights, layout, buffer)
-    plan = join_buckets([compile_bucket(traced)], traced.destinations)
-    executor, source = PlanExecutor(plan, model.load_weights), BucketSource.flat(buffer)
+    executor = PlanExecutor(planned(model, (layout, buffer)), model.load_weights)
+    source = BucketSource.flat(buffer)
     executor.replay(0, source)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

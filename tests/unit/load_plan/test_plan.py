@@ -11,13 +11,12 @@ from torch import nn
 
 from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.layout import BucketLayout
-from sglang_loader.load_plan.compiler import compile_bucket, join_buckets
 from sglang_loader.load_plan.executor import PlanExecutor
 from sglang_loader.load_plan.plan import PlanRefused
 from sglang_loader.load_plan.tracer import trace_bucket
 from sglang_loader.load_plan.uses import uses_of
 from sglang_loader.load_plan.verify import CheckedDigests, check_bucket, poison, scramble
-from support.plan_check import differing, random_bucket, self_check, snapshot, uncovered
+from support.plan_check import differing, planned, random_bucket, self_check, snapshot, uncovered
 
 SOURCES = [("w", (6, 8), torch.float32), ("v", (6, 8), torch.float32), ("b", (8,), torch.bfloat16)]
 
@@ -44,35 +43,25 @@ def pack(seed=0, sources=SOURCES):
     return random_bucket(sources, seed)
 
 
-def compile_for(model, *buckets):
-    plans, found = [], None
-    for layout, buffer in buckets:
-        traced = trace_bucket(model, model.load_weights, layout, buffer, found)
-        found = traced.destinations
-        plans.append(compile_bucket(traced))
-    assert found is not None
-    return join_buckets(plans, found)
-
-
-def planned(load_one):
+def planned_for(load_one):
     """A model, the bucket of all sources, and the plan."""
     model = Model(load_one)
     layout, buffer = pack()
-    return model, layout, buffer, compile_for(model, (layout, buffer))
+    return model, layout, buffer, planned(model, (layout, buffer))
 
 
 def planned_in_buckets(load_one, *parts):
     """The plan of the sources in these buckets; it has passed its check."""
     model = Model(load_one)
     buckets = [pack(seed, sources) for seed, sources in enumerate(parts)]
-    plan = compile_for(model, *buckets)
+    plan = planned(model, *buckets)
     assert self_check(model, plan, model.load_weights, [buffer for _, buffer in buckets]) is None
     return plan
 
 
 def assert_replays(load_one):
     """Compile, self-check, then replay other weights and compare with an eager load of the same."""
-    model, layout, buffer, plan = planned(load_one)
+    model, layout, buffer, plan = planned_for(load_one)
     assert self_check(model, plan, model.load_weights, [buffer]) is None
     _, other = pack(seed=1)
     model.load_weights(layout.views(other.clone()))
@@ -85,7 +74,7 @@ def assert_replays(load_one):
 
 def refusal(load_one):
     with pytest.raises(PlanRefused) as refused:
-        planned(load_one)
+        planned_for(load_one)
     return str(refused.value)
 
 
@@ -210,7 +199,7 @@ def test_a_copy_stays_behind_a_step_that_reads_its_target(made):
         model.derived.copy_(made(model.buffer) + w)
         model.buffer.copy_(w)
 
-    model, layout, buffer, plan = planned(doing(w=read_and_write))
+    model, layout, buffer, plan = planned_for(doing(w=read_and_write))
     assert plan.num_copies == 0
     model.buffer.zero_()
     PlanExecutor(plan, model.load_weights).replay(0, BucketSource.flat(buffer))
@@ -277,7 +266,7 @@ def fill_derived(model, tensor):
 def test_refuses_what_is_made_of_another_bucket(done, reason):
     """No tensor of its own bucket says that it must be made again."""
     with pytest.raises(PlanRefused, match=reason):
-        compile_for(Model(doing(**done)), *(pack(i, SOURCES[i : i + 1]) for i in range(3)))
+        planned(Model(doing(**done)), *(pack(i, SOURCES[i : i + 1]) for i in range(3)))
 
 
 def test_what_every_call_makes_anew_is_made_in_the_bucket_that_has_what_it_is_made_of():
@@ -408,7 +397,7 @@ def test_refuses_a_loader_that_keeps_a_tensor_where_the_model_does_not_reach(mad
     model = Model(doing(w=load))
     layout, buffer = pack()
     with pytest.raises(PlanRefused, match="keeps a tensor"):
-        compile_for(model, (layout, buffer))
+        planned(model, (layout, buffer))
     model.buffer.copy_(layout.views(buffer)[0][1])
     assert torch.equal(held["pending"], made(model, layout.views(buffer)[0][1]))
 
@@ -467,7 +456,7 @@ def test_self_check_finds_writes_from_other_threads():
         worker.start()
         worker.join()
 
-    model, layout, buffer, plan = planned(load_one)
+    model, layout, buffer, plan = planned_for(load_one)
     assert plan.num_copies == 0
     traced = trace_bucket(model, model.load_weights, layout, buffer)
     assert uses_of(traced).unused == ["w", "v", "b"]
@@ -507,7 +496,7 @@ def test_self_check_finds_an_unseen_write_of_a_part_of_each_element(dtype, unsee
     buffer = torch.full((layout.nbytes // 4,), 1.25).view(torch.uint8)
     if dtype.itemsize == 1:
         buffer = torch.arange(20, 20 + layout.nbytes).to(torch.uint8)
-    plan = compile_for(model, (layout, buffer))
+    plan = planned(model, (layout, buffer))
     assert (plan.num_copies, plan.num_rest) == (1, 0)
     reason = self_check(model, plan, model.load_weights, [buffer])
     assert reason == "1 tensors differ from what load_weights loads: buffer"
@@ -530,7 +519,7 @@ def test_a_check_that_knows_the_one_before_finds_writes_elsewhere(hidden):
 
     model = Model(load_one)
     first, second = pack(0, SOURCES[:1]), pack(1, SOURCES[1:])
-    plan = compile_for(model, first, second)
+    plan = planned(model, first, second)
     (one, other), destinations = plan.buckets, plan.destinations
     model.load_weights(first[0].views(first[1].clone()))
     after_one = CheckedDigests()
@@ -542,7 +531,7 @@ def test_a_check_that_knows_the_one_before_finds_writes_elsewhere(hidden):
 
 
 def test_self_check_finds_a_misplaced_copy_and_restores_the_weights():
-    model, _, buffer, plan = planned(plain)
+    model, _, buffer, plan = planned_for(plain)
     expected = snapshot(plan.destinations)
     bucket = plan.buckets[0]
     moved = dataclasses.replace(bucket.copies[0], src=bucket.copies[0].src + 4)
@@ -557,7 +546,7 @@ def test_a_failed_check_leaves_nothing_of_the_scrambled_bucket_in_what_loads_rea
     def load(model, w):
         model.buffer.copy_(torch.maximum(model.buffer, w))
 
-    model, layout, buffer, plan = planned(doing(w=load))
+    model, layout, buffer, plan = planned_for(doing(w=load))
     assert self_check(model, plan, model.load_weights, [buffer]) is not None
     assert torch.equal(model.buffer, layout.views(buffer)[0][1].clamp(min=0))
 
@@ -573,7 +562,7 @@ def test_scramble_changes_every_element_and_keeps_floats_finite():
 
 
 def test_poison_fills_what_is_covered_and_nothing_else():
-    model, _, _, plan = planned(plain)
+    model, _, _, plan = planned_for(plain)
     model.buffer.fill_(7)
     poison(plan.buckets[0], plan.destinations)
     assert bool((plan.destinations.memory[0] == 0xA5).all())
@@ -584,7 +573,7 @@ def test_poison_fills_what_is_covered_and_nothing_else():
 
 
 def test_replay_binds_once_per_buffer_and_lets_go():
-    model, layout, _, plan = planned(plain)
+    model, layout, _, plan = planned_for(plain)
     executor = PlanExecutor(plan, model.load_weights)
     staging = torch.zeros(3 * layout.nbytes + 8, dtype=torch.uint8)
     starts = (0, layout.nbytes, layout.nbytes + 4)
@@ -600,7 +589,7 @@ def test_replay_binds_once_per_buffer_and_lets_go():
 
 
 def test_replay_rejects_what_is_not_the_bucket():
-    model, _, buffer, plan = planned(plain)
+    model, _, buffer, plan = planned_for(plain)
     executor = PlanExecutor(plan, model.load_weights)
     with pytest.raises(ValueError, match="uint8"):
         executor.replay(0, BucketSource.flat(buffer.view(torch.float32)))

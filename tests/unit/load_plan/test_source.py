@@ -14,10 +14,8 @@ from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.compose import ByteMap
 from sglang_loader.common.regions.geometry import Region, StridedCopy, Unit
 from sglang_loader.common.session.messages import BucketPiece
-from sglang_loader.load_plan.compiler import compile_bucket, join_buckets
 from sglang_loader.load_plan.executor import PlanExecutor
-from sglang_loader.load_plan.tracer import trace_bucket
-from support.plan_check import packed
+from support.plan_check import packed, planned
 
 SHAPES = [("q", (4, 8)), ("k", (2, 8)), ("v", (2, 8)), ("o", (8, 4)), ("n", (8,))]
 LAYOUT = BucketLayout.pack([(name, shape, torch.float32) for name, shape in SHAPES])
@@ -55,9 +53,7 @@ def random_tensors(seed):
 def executor_of(model):
     """Replays what the model does with the bucket."""
     zeros = torch.zeros(LAYOUT.nbytes, dtype=torch.uint8)
-    traced = trace_bucket(model, model.load_weights, LAYOUT, zeros)
-    plan = join_buckets([compile_bucket(traced)], traced.destinations)
-    return PlanExecutor(plan, model.load_weights)
+    return PlanExecutor(planned(model, (LAYOUT, zeros)), model.load_weights)
 
 
 def check_equal(model, expected):
