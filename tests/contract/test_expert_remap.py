@@ -15,7 +15,6 @@ from contract.tiny_engine import TinyEngine
 from sglang_loader.upstream import engine_context, launch_arguments
 
 prepare_process()
-pytest.importorskip("sglang", reason="needs the SGLang that the plugin supports")
 
 NUM_REDUNDANT = 2
 AT_FIRST = [0, 1, 2, 3, 0, 1]

@@ -23,7 +23,6 @@ from support.plan_check import snapshot, uncovered
 from support.served_models import case_of, model_override, quantizer
 
 prepare_process()
-pytest.importorskip("sglang", reason="needs the SGLang that the plugin supports")
 
 FP8 = torch.float8_e4m3fn
 

@@ -22,7 +22,6 @@ from sglang_loader.session.findings import Verdict
 from support.plan_check import packed, planned, uncovered
 
 prepare_process()
-pytest.importorskip("sglang", reason="needs the SGLang that the plugin supports")
 pytestmark = pytest.mark.usefixtures("training_ahead")
 
 RENAMED_LAYERS = {"nemotron-h": "sglang: ValueError: layers_block_type contains invalid types: {"}

@@ -30,7 +30,6 @@ from support.remote import Remote, finish, results_of
 from support.sglang_server import environment
 
 prepare_process()
-pytest.importorskip("sglang", reason="needs the SGLang that the plugin supports")
 
 DENSE = ("llama", "qwen2-tied", "qwen3", "gemma2", "gemma3-text", "phi3", "glm4", "granite")
 MOE = ("qwen2-moe", "qwen3-moe", "mixtral", "glm4-moe", "deepseek-v2-lite", "deepseek-v3")

@@ -14,7 +14,6 @@ from sglang_loader.hooks.weights import update_on_all_ranks
 from sglang_loader.upstream import SpeculationUnknown, runners_of
 
 prepare_process()
-pytest.importorskip("sglang", reason="needs the SGLang that the plugin supports")
 
 MANAGERS = "sglang.srt.managers"
 IO = importlib.import_module(f"{MANAGERS}.io_struct")

@@ -18,7 +18,6 @@ from sglang_loader.session.findings import Verdict
 from sglang_loader.session.weight_check import cached_verdict
 
 prepare_process()
-pytest.importorskip("sglang", reason="needs the SGLang that the plugin supports")
 
 MAX_SUSPECTS = 3
 """Tensors that are named at an error: DeepSeek fuses two, and has a third in hand."""

@@ -224,9 +224,11 @@ def test_where_engines_fail_while_the_export_is_compared_nothing_is_proven(pool)
 
 @st.composite
 def _sharded_exports(draw):
-    """Tensors that are parts of parameters, whose rows are spread over some ranks."""
+    """Tensors that are parts of parameters, whose rows are spread over some ranks: their layout,
+    where they are, the parameters, and the tensors by name.
+    """
     world = draw(st.integers(1, 5))
-    parameters, full, tensors, traced = [], [], [], {}
+    parameters, full, tensors, traced, exported = [], [], [], {}, {}
     end = 0
     for number in range(draw(st.integers(1, 4))):
         rows, row_bytes = draw(st.integers(1, 9)), draw(st.integers(1, 7))
@@ -244,13 +246,15 @@ def _sharded_exports(draw):
             tensors.append(BucketTensor(name, (size,), torch.uint8, end))
             origin = Origin(number, ByteMap(first, ((max(size, 1), 1),)))
             traced[name] = TracedTensor(torch.uint8, (size,), origin)
+            exported[name] = full[-1][first : first + size]
             end += size
-    return BucketLayout(tuple(tensors), end), TracedExport(tuple(parameters), traced), full
+    layout = BucketLayout(tuple(tensors), end)
+    return layout, TracedExport(tuple(parameters), traced), full, exported
 
 
 @given(_sharded_exports(), st.data())
 def test_the_pieces_are_the_bytes_of_the_tensors(case, data):
-    layout, traced, full = case
+    layout, traced, full, exported = case
     rank = data.draw(st.integers(0, 4))
     bucket, stop = torch.zeros(layout.nbytes, dtype=torch.uint8), 0
     for part in bucket_reads(layout, traced):
@@ -263,26 +267,19 @@ def test_the_pieces_are_the_bytes_of_the_tensors(case, data):
         at = owners.starts[shard] + read.offset
         bucket[read.start : stop] = full[read.tensor][at : at + read.run]
     for tensor in layout.tensors:
-        origin = traced.tensors[tensor.name].origin
-        first = origin.bytes.offset
-        expected = full[origin.parameter][first : first + tensor.nbytes]
-        assert torch.equal(bucket[tensor.offset : tensor.offset + tensor.nbytes], expected)
+        found = bucket[tensor.offset : tensor.offset + tensor.nbytes]
+        assert torch.equal(found, exported[tensor.name])
 
 
 @given(_sharded_exports(), st.data())
 def test_a_rank_finds_the_wrong_byte_that_is_in_its_own_shard(case, data):
     """Rank 0's comparison, which waits for the device after each tensor, or once."""
-    layout, traced, full = case
-    shards = {}
+    layout, traced, full, exported = case
+    exported, shards = {name: tensor.clone() for name, tensor in exported.items()}, {}
     for parameter, whole in zip(traced.parameters, full, strict=True):
         ranges = [parameter.owners.range_of(i) for i in _own_shards(parameter.owners)]
         parts = [whole[start:stop] for start, stop in ranges] or [whole[:0]]
         shards[parameter.source] = torch.cat(parts)
-    exported = {}
-    for tensor in layout.tensors:
-        origin = traced.tensors[tensor.name].origin
-        first = origin.bytes.offset
-        exported[tensor.name] = full[origin.parameter][first : first + tensor.nbytes].clone()
     wrong = [t for t in layout.tensors if t.nbytes and data.draw(st.booleans())]
     expected = None
     for tensor in wrong:
