@@ -53,16 +53,6 @@ def release_and_resume(model, backup):
     return {name for name in before if before[name] != after[name]}
 
 
-def test_only_the_residue_is_kept_and_returns(model):
-    backup = create_backup(model, "auto", reachable)
-    covered = whole(model, "linear.weight", "low")
-    publish_coverage(model, covered)
-    assert release_and_resume(model, backup) == covered.keys()
-    num_covered = model.linear.weight.nbytes + model.low.nbytes
-    assert backup.host_bytes == size_of(model) - num_covered
-    assert f"{num_covered} bytes" in str(backup.stale)
-
-
 def test_a_failed_sync_withdraws_the_coverage_and_is_stale_until_a_good_one(model):
     backup = create_backup(model, "auto", reachable)
     publish_coverage(model, whole(model, "linear.weight"))
@@ -107,31 +97,6 @@ def test_off_keeps_nothing_until_a_coverage_is_proven(model):
     publish_coverage(model, whole(model, "linear.weight"))
     assert release_and_resume(model, backup) <= {"linear.weight"}
     assert backup.host_bytes == size_of(model) - model.linear.weight.nbytes
-
-
-def test_a_storage_that_appears_after_the_proof_is_saved(model):
-    backup = create_backup(model, "auto", reachable)
-    publish_coverage(model, whole(model, "linear.weight", "low"))
-    model.low = nn.Parameter(torch.randn(5, 3), requires_grad=False)  # rebound
-    model.late = {"new": torch.randn(9)}
-    assert release_and_resume(model, backup) == {"linear.weight"}
-
-
-def test_a_draft_model_is_kept_though_syncs_rewrite_all_of_the_target(model):
-    """It is under the same tag, and a sync need not bring it."""
-    draft = Residue()
-    both = nn.ModuleList([model, draft])
-    backup = create_backup(model, "auto", lambda _: reachable(both))
-    names = [storage.name for storage in collect_destinations(model).storages]
-    publish_coverage(model, whole(model, *names))
-    before = contents(collect_destinations(draft))
-    backup.save(model)
-    assert backup.host_bytes == size_of(draft)
-    poison(both)
-    backup.restore()
-    assert contents(collect_destinations(draft)) == before
-    assert f"{size_of(model)} bytes" in str(backup.stale)
-    assert sync_completed(model) is None
 
 
 def test_what_a_sync_has_defined_since_is_saved_too_where_no_plan_covers_it_any_more(model):
