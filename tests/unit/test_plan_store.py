@@ -400,10 +400,3 @@ def test_two_models_with_plans_of_their_own_get_whole_buckets():
     assert common_arrangements([first]) is first
     assert common_arrangements([first, other]) is common_arrangements([other, first]) is ALL_WHOLE
     assert common_arrangements([first, twin]) is first, "one arrangement serves both"
-
-
-def test_a_guard_that_speaks_up_withdraws_the_arrangements(model, loader):
-    loader.arrange()
-    move_a_parameter(model)
-    loader.start(CONTEXT, recheck_every_n_syncs=0)
-    assert loader.arranged is ALL_WHOLE

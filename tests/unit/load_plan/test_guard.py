@@ -140,14 +140,3 @@ def test_addresses_lead_back_to_storages():
     found = collect_destinations(model)
     assert found.find(model.weight.data[1].data_ptr()) == (0, 16)
     assert found.find(found.storages[0].data_ptr - 1) is None
-
-
-def test_known_storages_keep_their_numbers():
-    model = nn.Linear(4, 4)
-    before = collect_destinations(model)
-    model.weight_first = None
-    model.aaa = torch.zeros(3)
-    model.register_parameter("zzz", nn.Parameter(torch.zeros(2)))
-    after = collect_destinations(model, before)
-    assert after.storages[:2] == before.storages
-    assert {s.name for s in after.storages[2:]} == {"aaa", "zzz"}
