@@ -120,8 +120,7 @@ def check_cycles(name: str, folder: Path, *, device: str, num_cycles: int) -> di
         def sync() -> tuple[int, int]:
             """How many buckets were replayed, and loaded eagerly."""
             asyncio.run(manager.sync(iter(weights), version="unchanged"))
-            report, manager._report = manager.report, manager._new_report()
-            return report.num_replayed, report.num_eager
+            return manager.report.num_replayed, manager.report.num_eager
 
         seen = _check_cycles(Memory(engine), sync, num_cycles)
         assert engine.lives, "the engine died"
