@@ -48,12 +48,13 @@ _LINEAR = {
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _LOCAL_MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _ROUTED_MOE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_SHARED_MOE = {**_ROUTED_MOE, "n_shared_experts": 1, "first_k_dense_replace": 1}
 _LLAMA4_MOE = {
-    "num_local_experts": 4,
+    **_LOCAL_MOE,
+    **_HEAD,
     "num_experts_per_tok": 1,
     "interleave_moe_layer_step": 1,
     "intermediate_size_mlp": 96,
-    "head_dim": 16,
 }
 _YARN = {
     "rope_type": "yarn",
@@ -72,14 +73,13 @@ _MLA = {
     "v_head_dim": 16,
     "num_key_value_heads": 4,
     "rope_parameters": _YARN,
-    "first_k_dense_replace": 1,
-    **_ROUTED_MOE,
-    "n_shared_experts": 1,
+    **_SHARED_MOE,
     "n_group": 2,
     "topk_group": 1,
     "moe_layer_freq": 1,
 }
-_SOFTMAX = {"scoring_func": "softmax"}
+_SOFTMAX, _SIGMOID = {"scoring_func": "softmax"}, {"scoring_func": "sigmoid"}
+_PER_LAYER = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96}
 _MROPE = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
 _ROPE = {"rope_parameters": _MROPE}
 _PARTIAL_ROPE = {"rope_parameters": {**_MROPE, "partial_rotary_factor": 1.0}}
@@ -212,16 +212,7 @@ CASES = (
         attention_backend="triton",
         transposed=r"experts\.gate_up_proj$",
     ),
-    _text(
-        "glm4-moe",
-        "Glm4Moe",
-        _ROUTED_MOE,
-        _HEAD,
-        {"n_shared_experts": 1},
-        first_k_dense_replace=1,
-        n_group=1,
-        topk_group=1,
-    ),
+    _text("glm4-moe", "Glm4Moe", _SHARED_MOE, _HEAD, n_group=1, topk_group=1),
     _text(
         "ernie4_5-moe",
         "Ernie4_5_Moe",
@@ -229,27 +220,12 @@ CASES = (
         moe_intermediate_size=32,
         moe_layer_start_index=1,
     ),
-    _text(
-        "minimax-m2",
-        "MiniMaxM2",
-        _LOCAL_MOE,
-        _HEAD,
-        scoring_func="sigmoid",
-        use_qk_norm=True,
-        rotary_dim=8,
-    ),
+    _text("minimax-m2", "MiniMaxM2", _LOCAL_MOE, _HEAD, _SIGMOID, use_qk_norm=True, rotary_dim=8),
     _text("afmoe", "Afmoe", _MOE, _HEAD, num_dense_layers=1, num_shared_experts=1),
     _text("lfm2-moe", "Lfm2Moe", _MOE, _CONV, num_dense_layers=1),
     _text("deepseek-v2-lite", "DeepseekV2", _MLA, _SOFTMAX, q_lora_rank=None),
     _text("deepseek-v2", "DeepseekV2", _MLA, _SOFTMAX, q_lora_rank=24),
-    _text(
-        "deepseek-v3",
-        "DeepseekV3",
-        _MLA,
-        q_lora_rank=24,
-        topk_method="noaux_tc",
-        scoring_func="sigmoid",
-    ),
+    _text("deepseek-v3", "DeepseekV3", _MLA, _SIGMOID, q_lora_rank=24, topk_method="noaux_tc"),
     _text("glm4-moe-lite", "Glm4MoeLite", _MLA, q_lora_rank=24),
     _text("llama4-text", "Llama4", _LLAMA4_MOE, config="Llama4TextConfig"),
     _vision("qwen2-vl", "Qwen2VL", _ROPE, _QWEN_VISION),
@@ -289,9 +265,8 @@ CASES = (
         "gemma4-text",
         "Gemma4",
         _HEAD,
-        {"config": "Gemma4TextConfig"},
-        hidden_size_per_layer_input=8,
-        vocab_size_per_layer_input=96,
+        _PER_LAYER,
+        config="Gemma4TextConfig",
         num_kv_shared_layers=0,
         global_head_dim=16,
         attention_backend="triton",
@@ -300,31 +275,20 @@ CASES = (
         "gemma3n-text",
         "Gemma3n",
         _HEAD,
-        {"config": "Gemma3nTextConfig", "laurel_rank": 8},
-        hidden_size_per_layer_input=8,
-        vocab_size_per_layer_input=96,
+        _PER_LAYER,
+        config="Gemma3nTextConfig",
+        laurel_rank=8,
         num_kv_shared_layers=0,
         layer_types=["sliding_attention", "full_attention"],
     ),
     _text("nemotron-h", "NemotronH", _HEAD, _NEMOTRON),
     _text("solar-open", "SolarOpen", _ROUTED_MOE, _HEAD, n_shared_experts=1),
     _vision("qwen3_5", "Qwen3_5", {**_PARTIAL_ROPE, **_LINEAR, **_HEAD}, _QWEN3_VISION),
-    _vision(
-        "glm4v-moe",
-        "Glm4vMoe",
-        {
-            **_PARTIAL_ROPE,
-            **_ROUTED_MOE,
-            **_HEAD,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 1,
-        },
-        _GLM_VISION,
-    ),
+    _vision("glm4v-moe", "Glm4vMoe", {**_PARTIAL_ROPE, **_SHARED_MOE, **_HEAD}, _GLM_VISION),
     _vision(
         "gemma4",
         "Gemma4",
-        {"vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 8, **_HEAD},
+        {**_PER_LAYER, **_HEAD},
         {**_TRANSFORMER, "num_key_value_heads": 2, "head_dim": 16},
         attention_backend="triton",
         audio_config=None,
