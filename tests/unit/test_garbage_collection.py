@@ -51,15 +51,13 @@ def test_syncs_of_two_threads_leave_full_collections_on(first, thresholds):
     assert gc.get_threshold() == (700, 10, 10)
 
 
-@pytest.mark.parametrize("meanwhile", [(5000, 20, 50), (0, 10, 10)])
-def test_what_others_set_during_a_sync_stays(meanwhile, thresholds):
-    with no_full_collections():
-        gc.set_threshold(*meanwhile)
-    assert gc.get_threshold() == meanwhile
-
-
-def test_a_failed_sync_and_a_user_without_collections_get_back_what_was(thresholds):
-    gc.set_threshold(0, 10, 10)
+@pytest.mark.parametrize("before", [(700, 10, 10), (0, 10, 10)])
+@pytest.mark.parametrize("meanwhile", [None, (5000, 20, 50), (0, 10, 10)])
+def test_what_was_set_before_or_meanwhile_stays_after_a_sync_that_failed(
+    before, meanwhile, thresholds
+):
+    gc.set_threshold(*before)
     with pytest.raises(OSError), no_full_collections():
+        gc.set_threshold(*meanwhile or gc.get_threshold())
         raise OSError
-    assert gc.get_threshold() == (0, 10, 10)
+    assert gc.get_threshold() == (meanwhile or before)
