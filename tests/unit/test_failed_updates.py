@@ -261,43 +261,39 @@ def test_what_is_new_to_another_rank_is_checked_by_all(engine):
 
 
 MISFIT = Verdict(mismatched=("a [2] (too long)",), missing=("e",), unexpected=("f", "g"))
+FITS, UNCHECKED = Verdict(), Verdict(not_checked="a quantised model")
+REFUSED = "nothing is published"
+CHECKS = {  # the verdict, what is known, the setting; what is said, and how often all is looked at
+    "refused": (MISFIT, None, "error", REFUSED, 1),
+    "refused before": (MISFIT, MISFIT, "error", REFUSED, 0),
+    "a warning": (MISFIT, None, "warn", "1 missing: e", 1),
+    "not checked": (UNCHECKED, None, "error", "not checked: a quantised model", 1),
+    "fits": (FITS, None, "error", "", 1),
+    "known to fit": (MISFIT, FITS, "error", "", 0),
+    "off": (MISFIT, None, "off", "", 0),
+}
 
 
-def test_what_does_not_fit_is_named_and_nothing_is_published(engine):
-    engine.verdict = MISFIT
-    for known in (None, MISFIT):  # what was refused before is not looked at again
-        engine.known = known
-        [failure] = engine.session(3.0, check="error")
-        for part in ("1 mismatched: a [2] (too long)", "1 missing: e", "2 unexpected: f, g"):
-            assert part in failure
-        assert "nothing is published" in failure
-        assert engine.gate[-1] is not None
-    assert engine.num_looked_at == 1
-    engine.verdict, engine.known = Verdict(), None
+@pytest.mark.parametrize(
+    ("verdict", "known", "check", "said", "num_looked_at"), CHECKS.values(), ids=CHECKS
+)
+def test_what_does_not_fit_is_named_and_not_published_but_with_a_warning(
+    engine, verdict, known, check, said, num_looked_at
+):
+    engine.verdict, engine.known = verdict, known
+    failures = engine.session(3.0, check=check)
+    assert engine.num_looked_at == num_looked_at
+    if said != REFUSED:
+        assert failures == [] and engine.gate[-1] is None
+        assert said in engine.last.remark and bool(said) == bool(engine.last.remark)
+        return
+    [failure] = failures
+    for part in ("1 mismatched: a [2] (too long)", "1 missing: e", "2 unexpected: f, g", REFUSED):
+        assert part in failure
+    assert engine.gate[-1] is not None
+    engine.verdict, engine.known = FITS, None
     assert engine.session(4.0, check="error") == []
     assert engine.gate[-1] is None
-
-
-def test_a_warning_is_published_and_said(engine):
-    engine.verdict = MISFIT
-    assert engine.session(3.0, check="warn") == []
-    assert "1 missing: e" in engine.last.remark
-    assert engine.gate[-1] is None
-    engine.verdict = Verdict(not_checked="a quantised model")
-    assert engine.session(4.0, check="error") == []
-    assert engine.last.remark == "not checked: a quantised model"
-    engine.verdict = Verdict()
-    assert engine.session(5.0, check="error") == []
-    assert engine.last.remark == ""
-
-
-def test_a_set_of_tensors_is_not_looked_at_where_the_check_is_off_or_it_is_known_to_fit(engine):
-    engine.verdict = MISFIT
-    assert engine.session(3.0) == []
-    assert engine.last.remark == ""
-    engine.known = Verdict()
-    assert engine.session(3.0, check="error") == []
-    assert engine.num_looked_at == 0
 
 
 # SGLang's own update.
