@@ -127,17 +127,12 @@ def test_two_ways_of_a_bucket_are_remembered_and_older_ones_are_let_go():
     assert sources.of(ways[1], slots, 24).map is pulled
 
 
-def test_memory_that_is_too_short_now_is_refused():
+def test_a_known_map_is_refused_where_memory_or_the_bucket_is_too_small_now():
     sources = SourceCache()
     sources.of(message(), memory_in_slots(16, 16), 24)
     with pytest.raises(SessionError, match="leaves its memory"):
         sources.of(message(), memory_in_slots(16, 15), 24)
     with pytest.raises(SessionError, match="slot 1: not mapped"):
         sources.of(message(), {3: torch.zeros(16, dtype=torch.uint8)}, 24)
-
-
-def test_pieces_that_leave_a_smaller_bucket_now_are_refused():
-    sources, slots = SourceCache(), memory_in_slots(16, 16)
-    sources.of(message(), slots, 24)
     with pytest.raises(SessionError, match="leaves the bucket's 16 bytes"):
-        sources.of(message(), slots, 16)
+        sources.of(message(), memory_in_slots(16, 16), 16)
