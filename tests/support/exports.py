@@ -40,11 +40,6 @@ def doubled(weights: NamedTensors, name: str = NORM) -> NamedTensors:
     return [(n, torch.cat([t, t]) if n == name else t) for n, t in weights]
 
 
-def on_meta(weights: NamedTensors, name: str = NORM) -> NamedTensors:
-    """One tensor cannot be packed."""
-    return [(n, t.to("meta") if n == name else t) for n, t in weights]
-
-
 def calling_at(
     weights: NamedTensors, index: int, act: Callable[[], None]
 ) -> Iterator[tuple[str, torch.Tensor]]:

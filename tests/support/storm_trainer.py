@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from support.exports import KeptExport, calling_at, doubled, on_meta, weights_of
+from support.exports import KeptExport, calling_at, doubled, weights_of
 from support.sender import Sender
 from support.trainer import CPU, NamedTensors, TrainerRank
 from verl_sglang_sync.sources.export import Reexport
@@ -122,7 +122,7 @@ def _spoilt(named: NamedTensors, kind: str, at: int) -> Iterator[Any]:
         return calling_at(copies, at, fail)
     others = {
         "doubled": doubled(copies, name),
-        "meta": on_meta(copies, name),
+        "meta": [(n, t.to("meta") if n == name else t) for n, t in copies],
         "missing": copies[:at] + copies[at + 1 :],
         "extra": [*copies[: at + 1], (f"{name}_of_another", tensor), *copies[at + 1 :]],
         "empty": [],
