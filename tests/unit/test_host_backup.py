@@ -99,6 +99,23 @@ def test_off_keeps_nothing_until_a_coverage_is_proven(model):
     assert backup.host_bytes == size_of(model) - model.linear.weight.nbytes
 
 
+def test_a_draft_model_is_kept_though_syncs_rewrite_all_of_the_target(model):
+    """It is under the same tag, and a sync need not bring it."""
+    draft = Residue()
+    both = nn.ModuleList([model, draft])
+    backup = create_backup(model, "auto", lambda _: reachable(both))
+    names = [storage.name for storage in collect_destinations(model).storages]
+    publish_coverage(model, whole(model, *names))
+    before = contents(collect_destinations(draft))
+    backup.save(model)
+    assert backup.host_bytes == size_of(draft)
+    poison(both)
+    backup.restore()
+    assert contents(collect_destinations(draft)) == before
+    assert f"{size_of(model)} bytes" in str(backup.stale)
+    assert sync_completed(model) is None
+
+
 def test_what_a_sync_has_defined_since_is_saved_too_where_no_plan_covers_it_any_more(model):
     backup = create_backup(model, "auto", reachable)
     publish_coverage(model, whole(model, "linear.weight", "low"))
