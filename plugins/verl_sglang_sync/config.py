@@ -32,7 +32,7 @@ PRESETS = (*MODES, "disaggregated")
 ROLLOUT = "actor_rollout_ref.rollout"
 SECTION = f"{ROLLOUT}.custom.weight_sync"
 BACKEND_KEY = f"{ROLLOUT}.checkpoint_engine.backend"
-BROADCAST_BACKEND = "sglang_sync"
+DISAGGREGATED_BACKEND = "sglang_sync"
 BUCKET_KEY = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
 MAX_COUNT = (1 << 31) - 1
 

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_sglang_sync.config import (
     BACKEND_KEY,
-    BROADCAST_BACKEND,
+    DISAGGREGATED_BACKEND,
     ROLLOUT,
     SECTION,
     WeightSyncConfig,
@@ -69,9 +69,9 @@ def _without_preset(config: DictConfig, rollout: DictConfig) -> Iterator[str]:
             f"weight_sync={value!r}: Hydra added a plain value, because it did not find the "
             "presets of verl-sglang-sync; see `verl-sglang-sync doctor`"
         )
-    if OmegaConf.select(rollout, "checkpoint_engine.backend") == BROADCAST_BACKEND:
+    if OmegaConf.select(rollout, "checkpoint_engine.backend") == DISAGGREGATED_BACKEND:
         raise RecipeError(
-            f"{BACKEND_KEY}={BROADCAST_BACKEND!r} needs its preset: +weight_sync=disaggregated"
+            f"{BACKEND_KEY}={DISAGGREGATED_BACKEND!r} needs its preset: +weight_sync=disaggregated"
         )
     if rollout.get("multi_stage_wake_up") and rollout.get("name") == "sglang":
         yield (
@@ -120,8 +120,8 @@ def _check_engine(config: DictConfig, settings: WeightSyncConfig) -> Iterator[st
         )
     if OmegaConf.select(config, BACKEND_KEY) == "delta_sharded":
         yield (
-            f"{BACKEND_KEY}='delta_sharded': it sends deltas in a wire format of "
-            f"its own; allowed: 'naive', {BROADCAST_BACKEND!r}, or a backend that delivers full "
+            f"{BACKEND_KEY}='delta_sharded': it sends deltas in a wire format of its "
+            f"own; allowed: 'naive', {DISAGGREGATED_BACKEND!r}, or a backend that delivers full "
             "tensors, with which verl's own update is used"
         )
     quantization = OmegaConf.select(config, f"{ROLLOUT}.quantization")
@@ -157,7 +157,7 @@ def _check_disaggregated(config: DictConfig, settings: WeightSyncConfig) -> Iter
     """Recipes that do not work with the disaggregated backend, or need it."""
     backend = OmegaConf.select(config, BACKEND_KEY)
     trainer = OmegaConf.select(config, "trainer.v1.trainer_mode")
-    if backend != BROADCAST_BACKEND:
+    if backend != DISAGGREGATED_BACKEND:
         if backend in (None, "naive") and trainer == "separate_async":
             yield (
                 f"trainer.v1.trainer_mode='separate_async' with {BACKEND_KEY}={backend!r}: its "
@@ -166,20 +166,20 @@ def _check_disaggregated(config: DictConfig, settings: WeightSyncConfig) -> Iter
         return
     if settings.mode == "bucketed":
         yield (
-            f"{SECTION}.mode='bucketed' with {BACKEND_KEY}={BROADCAST_BACKEND!r}: allowed: "
+            f"{SECTION}.mode='bucketed' with {BACKEND_KEY}={DISAGGREGATED_BACKEND!r}: allowed: "
             "'flattened', 'compiled'"
         )
     stages = OmegaConf.select(config, f"{ROLLOUT}.pipeline_model_parallel_size")
     if stages not in (None, 1):
         yield (
             f"{ROLLOUT}.pipeline_model_parallel_size={stages} with {BACKEND_KEY}="
-            f"{BROADCAST_BACKEND!r}: allowed: 1 (SGLang's engines join the update group by "
+            f"{DISAGGREGATED_BACKEND!r}: allowed: 1 (SGLang's engines join the update group by "
             "tensor-parallel rank)"
         )
     hybrid = OmegaConf.select(config, "actor_rollout_ref.hybrid_engine")
     if hybrid and trainer not in (None, "separate_async"):
         yield (
-            f"trainer.v1.trainer_mode={trainer!r} with {BACKEND_KEY}={BROADCAST_BACKEND!r}: "
+            f"trainer.v1.trainer_mode={trainer!r} with {BACKEND_KEY}={DISAGGREGATED_BACKEND!r}: "
             "allowed: 'separate_async'; where trainer and rollout share their GPUs use "
             "+weight_sync=flattened or +weight_sync=compiled"
         )
@@ -224,7 +224,7 @@ def _check_keys(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]
     has_hybrid = OmegaConf.select(config, "actor_rollout_ref.hybrid_engine") is not False
     without_effect: list[tuple[str, Sequence[str]]] = []
     if backend not in (None, "naive") and not has_hybrid:
-        others = () if backend == BROADCAST_BACKEND else SYNC_KEYS
+        others = () if backend == DISAGGREGATED_BACKEND else SYNC_KEYS
         why = f"{BACKEND_KEY}={backend!r} with hybrid_engine=False"
         without_effect.append((why, ("keep_staging_buffers", *SLEEP_KEYS, *others)))
     elif not settings.free_cache_engine:

@@ -10,9 +10,9 @@ from omegaconf import OmegaConf
 
 from unit.composed_recipe import SECTION, compose
 from verl_sglang_sync.config import (
-    BROADCAST_BACKEND,
     BUCKET_KEY,
     COMPILED_KEYS,
+    DISAGGREGATED_BACKEND,
     MODES,
     PRESET_KEYS,
     WeightSyncConfig,
@@ -180,7 +180,7 @@ def test_a_preset_changes_nothing_else_of_the_recipe(recipes, preset):
     rollout = with_preset["actor_rollout_ref"]["rollout"]
     assert list(rollout.pop("custom")) == ["weight_sync"]
     if preset == "disaggregated":
-        assert rollout["checkpoint_engine"].pop("backend") == BROADCAST_BACKEND
+        assert rollout["checkpoint_engine"].pop("backend") == DISAGGREGATED_BACKEND
         rollout["checkpoint_engine"]["backend"] = "naive"
         environment = with_preset["ray_kwargs"]["ray_init"]["runtime_env"].pop("env_vars")
         assert environment == {"NCCL_CUMEM_ENABLE": "0"}

@@ -22,7 +22,7 @@ from verl_sglang_sync.routes.shards.exchange_plan import (
     received,
     total_nbytes,
 )
-from verl_sglang_sync.sources.transfer_plan import Origin, everyone, nearest, shards_of_rows
+from verl_sglang_sync.sources.transfer_plan import Origin, held_by_all, nearest, shards_of_rows
 
 
 def bytes_of(source):
@@ -67,7 +67,7 @@ def buckets(draw):
         kind = draw(st.sampled_from(["shards", "replicated shards", "everyone"]))
         held = shards_of_rows(rows, row_bytes, ranks[: draw(st.integers(1, world_size))])
         if kind == "everyone":
-            held = everyone(rows * row_bytes, world_size)
+            held = held_by_all(rows * row_bytes, world_size)
         if kind == "replicated shards":
             spare = [rank for rank in ranks if not held.is_held_by(rank)]
             replicas = [(*has, *spare[i : i + 1]) for i, has in enumerate(held.holders)]

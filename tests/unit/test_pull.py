@@ -21,7 +21,7 @@ from verl_sglang_sync.sources.export_trace import (
     TracedParameter,
     TracedTensor,
 )
-from verl_sglang_sync.sources.transfer_plan import Origin, Owners, everyone, shards_of_rows
+from verl_sglang_sync.sources.transfer_plan import Origin, Owners, held_by_all, shards_of_rows
 
 
 class PullRank(Rank):
@@ -235,7 +235,7 @@ def _sharded_exports(draw):
         nbytes = rows * row_bytes
         owners = shards_of_rows(rows, row_bytes, list(range(world)))
         if draw(st.booleans()):
-            owners = everyone(nbytes, world)
+            owners = held_by_all(nbytes, world)
         parameters.append(TracedParameter(f"p{number}", owners))
         full.append(torch.randint(0, 255, (nbytes,), dtype=torch.uint8))
         for part in range(draw(st.integers(0, 3))):
@@ -302,7 +302,7 @@ def test_a_rank_finds_the_wrong_byte_that_is_in_its_own_shard(case, data):
 
 
 def test_an_export_that_lacks_a_tensor_is_another():
-    owners = everyone(4, 1)
+    owners = held_by_all(4, 1)
     traced = TracedExport(
         (TracedParameter("p", owners),),
         {"t": TracedTensor(torch.uint8, (4,), Origin(0, ByteMap(0, ((4, 1),))))},

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_sglang_sync.config import (
     BACKEND_KEY,
-    BROADCAST_BACKEND,
+    DISAGGREGATED_BACKEND,
     PRESETS,
     ROLLOUT,
     WeightSyncConfig,
@@ -102,10 +102,10 @@ def sentences(config: DictConfig, settings: WeightSyncConfig, machine: Machine) 
     """What a step would do: the route of the weights, how they are loaded, and the sleep."""
     bucket = f"buckets of at most {settings.bucket_bytes >> 20} MiB"
     backend = OmegaConf.select(config, BACKEND_KEY)
-    if backend not in (None, "naive", BROADCAST_BACKEND):
+    if backend not in (None, "naive", DISAGGREGATED_BACKEND):
         yield f"checkpoint_engine.backend={backend!r} brings the weights, verl's own update loads"
         return
-    if backend == BROADCAST_BACKEND:
+    if backend == DISAGGREGATED_BACKEND:
         how = "NCCL" if machine.num_gpus else "gloo"
         yield f"The trainer's first rank broadcasts {bucket} to all engines over {how}"
     else:
@@ -134,7 +134,7 @@ def sentences(config: DictConfig, settings: WeightSyncConfig, machine: Machine) 
 
 def _later_route(config: DictConfig, settings: WeightSyncConfig, machine: Machine) -> str:
     """How later syncs would get the weights, as far as the config tells."""
-    is_elsewhere = OmegaConf.select(config, BACKEND_KEY) == BROADCAST_BACKEND
+    is_elsewhere = OmegaConf.select(config, BACKEND_KEY) == DISAGGREGATED_BACKEND
     num_ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
     computed, ways = list(_computed_exports(config)), []
     out_of_reach = {

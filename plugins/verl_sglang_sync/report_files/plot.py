@@ -37,8 +37,8 @@ def draw(runs: Sequence[Run]) -> Figure:
     totals = [[sync.total_seconds for sync in run.syncs] for run in runs]
     for name, seconds in zip(names, totals, strict=True):
         lines.plot(range(1, len(seconds) + 1), seconds, marker=".", label=name)
-    everyone = [spent for seconds in totals for spent in seconds]
-    if max(everyone) > LOG_FROM * min(everyone):
+    shown = [spent for seconds in totals for spent in seconds]
+    if max(shown) > LOG_FROM * min(shown):
         lines.set_yscale("log")
         lines.yaxis.set_major_formatter("{x:g}")
     else:

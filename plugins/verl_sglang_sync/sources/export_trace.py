@@ -32,7 +32,7 @@ from sglang_loader.common.regions.compose import ByteMap, compose_read
 from sglang_loader.common.regions.geometry import Region
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.snapshot import Sources
-from verl_sglang_sync.sources.transfer_plan import NotOwned, Origin, Owners, everyone, owners_of
+from verl_sglang_sync.sources.transfer_plan import NotOwned, Origin, Owners, held_by_all, owners_of
 
 _COPIES = frozenset(("aten::clone", "aten::_to_copy"))
 _OF_SHARDS = frozenset(("aten::detach", "aten::alias"))
@@ -192,7 +192,7 @@ class _ExportTracer(TracingMode):
         if not own.is_contiguous() or (start, start + own.nbytes) != (0, stop):
             self._refuse(f"{source} is only a part of its storage")
         everything = ByteMap.of(Region(0, (max(stop, 1),), (1,), 1))
-        traced = Origin(self._add(source, everyone(stop, self._world_size)), everything)
+        traced = Origin(self._add(source, held_by_all(stop, self._world_size)), everything)
         self._keep(tensor, traced)
         return traced
 

@@ -87,7 +87,7 @@ def nearest(holders: Sequence[int], reader: int) -> int:
     return min(holders, key=reader.__xor__)
 
 
-def everyone(nbytes: int, world_size: int) -> Owners:
+def held_by_all(nbytes: int, world_size: int) -> Owners:
     return Owners((0,), (tuple(range(world_size)),), nbytes)
 
 
@@ -115,7 +115,7 @@ def owners_of(parameter: DTensor, world_size: int) -> Owners:
     nbytes = parameter.numel() * parameter.element_size()
     (placement,) = parameter.placements
     if placement == Replicate():
-        return everyone(nbytes, world_size)
+        return held_by_all(nbytes, world_size)
     if placement != Shard(0):
         raise NotOwned(f"it is placed as {placement}, neither Shard(0) nor Replicate()")
     owners = shards_of_rows(parameter.shape[0], nbytes // max(parameter.shape[0], 1), ranks)

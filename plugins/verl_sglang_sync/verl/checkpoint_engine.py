@@ -25,7 +25,7 @@ from verl_sglang_sync.collective import (
     holds_everywhere,
     run_in_step,
 )
-from verl_sglang_sync.config import BROADCAST_BACKEND, WeightSyncConfig
+from verl_sglang_sync.config import DISAGGREGATED_BACKEND, WeightSyncConfig
 from verl_sglang_sync.engine.server_client.client import SGLangServerClient
 from verl_sglang_sync.engine.server_client.operations import server_url
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroups
@@ -57,7 +57,7 @@ class RolloutServer:
     access: Mapping[str, Any]
 
 
-@CheckpointEngineRegistry.register(BROADCAST_BACKEND)
+@CheckpointEngineRegistry.register(DISAGGREGATED_BACKEND)
 class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     """Trainer or rollout end of disaggregated weight sync.
 
@@ -69,13 +69,13 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         ValueError: `checkpoint_engine.engine_kwargs.sglang_sync` is not empty.
     """
 
-    wire_format = BROADCAST_BACKEND
+    wire_format = DISAGGREGATED_BACKEND
 
     def __init__(self, bucket_size: int, is_master: bool | None = None, **unknown: Any) -> None:
         if unknown:
             raise ValueError(
-                f"checkpoint_engine.engine_kwargs.{BROADCAST_BACKEND}={unknown}: allowed: nothing; "
-                "settings belong under actor_rollout_ref.rollout.custom.weight_sync"
+                f"checkpoint_engine.engine_kwargs.{DISAGGREGATED_BACKEND}={unknown}: allowed: "
+                "nothing; settings belong under actor_rollout_ref.rollout.custom.weight_sync"
             )
         self._is_source = bool(is_master)
         self._is_rollout = is_master is None
@@ -131,7 +131,7 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         servers = await self._find_servers()
         replicas = [replica for _, replica in servers]
         version = None if global_steps is None else str(global_steps)
-        report = SyncReport(mode=f"{BROADCAST_BACKEND}/{self._settings.mode}", replica=None)
+        report = SyncReport(mode=f"{DISAGGREGATED_BACKEND}/{self._settings.mode}", replica=None)
         with report.stage("sync"):
             adapter = getattr(weights, "adapter", None)
             if adapter is None or not self._all_have_base(replicas):

@@ -24,7 +24,7 @@ from sglang_loader.common.engine_settings import (
 )
 from sglang_loader.common.session.messages import SESSION_FORMAT
 from sglang_loader.common.stage_costs import StageCosts
-from verl_sglang_sync.config import BROADCAST_BACKEND, WeightSyncConfig
+from verl_sglang_sync.config import DISAGGREGATED_BACKEND, WeightSyncConfig
 from verl_sglang_sync.engine.server_client.operations import server_url
 from verl_sglang_sync.engine.server_client.router import KEY_VARIABLE, RouterClient
 from verl_sglang_sync.verl.router_guard import GuardedWorker, start_guard
@@ -163,5 +163,5 @@ class WeightSyncReplica(SGLangReplica):  # type: ignore[misc]
             self.server_class = ray.remote(WeightSyncHttpServer)
             show_metrics_in_steps()
             log_without_flush()
-            if self.config.checkpoint_engine.backend == BROADCAST_BACKEND:
+            if self.config.checkpoint_engine.backend == DISAGGREGATED_BACKEND:
                 tell_weight_versions()

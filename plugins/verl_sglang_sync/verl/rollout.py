@@ -15,7 +15,7 @@ from verl.utils.device import get_device_id, get_device_name
 from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
 
 from verl_sglang_sync.collective import TorchTrainerGroup
-from verl_sglang_sync.config import BROADCAST_BACKEND, WeightSyncConfig
+from verl_sglang_sync.config import DISAGGREGATED_BACKEND, WeightSyncConfig
 from verl_sglang_sync.engine.server_client.client import SGLangServerClient
 from verl_sglang_sync.engine.server_client.operations import server_url
 from verl_sglang_sync.report import warn_once
@@ -91,7 +91,7 @@ class WeightSyncRollout(ServerAdapter):  # type: ignore[misc]
         `weights` is an export of pairs `(name, full tensor)`, or of a LoRA adapter. verl's own
         update sends deltas, which are not full weights.
         """
-        if wire_format == BROADCAST_BACKEND:
+        if wire_format == DISAGGREGATED_BACKEND:
             async for _ in weights:  # the trainer has sent them straight to the engine
                 raise AssertionError("a disaggregated sync yields no tensors")
             return
@@ -127,8 +127,8 @@ class WeightSyncRollout(ServerAdapter):  # type: ignore[misc]
         warn_once(
             f"checkpoint_engine.backend={self.config.checkpoint_engine.backend!r} hands the "
             "weights over as they arrive: verl's own update is used; "
-            f"backend={BROADCAST_BACKEND!r} with +weight_sync=disaggregated brings them straight "
-            "to the engine"
+            f"backend={DISAGGREGATED_BACKEND!r} with +weight_sync=disaggregated brings them "
+            "straight to the engine"
         )
         return True
 
