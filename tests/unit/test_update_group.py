@@ -184,6 +184,7 @@ def test_a_group_that_is_not_formed_in_time_names_who_is_silent_and_is_left(answ
     own, replied, left = Future(), Future(), []
     if answers:
         replied.set_result(None)
+    monkeypatch.setattr(update_groups, "REPLY_S", 0.0)
     monkeypatch.setattr(update_groups, "LEAVE_S", 0.0)
     monkeypatch.setattr(update_groups, "in_thread", lambda *_: own)
     monkeypatch.setattr(update_groups, "leave", lambda group, broken: left.append((group, broken)))

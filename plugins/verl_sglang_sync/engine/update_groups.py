@@ -217,8 +217,9 @@ class UpdateGroups:
         if problem := _why_not_formed(replicas, joined, own, self._timeout_s):
             self.abandoned.append(place.name)  # some engine may have joined
             meeting.call_off()
+            wait([own, *joined], REPLY_S)
+            meeting.close()  # for ranks that have met, and connect
             wait([own, *joined], LEAVE_S)
-            meeting.close()
             own.add_done_callback(_leave_late)
             raise UpdateGroupError(f"{place.name} was not formed: {problem}")
         logger.info("formed %s of %d replicas, %d ranks", place.name, len(replicas), rank_offset)
