@@ -39,11 +39,11 @@ class MappedDelivery(Delivery):
         return True
 
     def make_room(self) -> None:
-        total_nbytes = self._num_packed + 1 - self._settings.num_staging_buffers
-        if total_nbytes > 0 and self._engines:
+        num_read = self._num_packed + 1 - self._settings.num_staging_buffers
+        if num_read > 0 and self._engines:
             with self._report.stage("load"):
                 wait_for(
                     self._engines,
-                    lambda session: session.num_done >= total_nbytes,
+                    lambda session: session.num_done >= num_read,
                     self._settings.request_timeout_s,
                 )
