@@ -244,7 +244,7 @@ def main() -> None:
     )
     parser.add_argument("--grid", type=float, default=0.02)
     parser.add_argument("--time-limit-s", type=float, default=1500, help="for all arms")
-    parser.add_argument("--run-limit-s", type=float, default=300, help="for each run")
+    parser.add_argument("--run-limit-s", type=float, default=600, help="for each run")
     parser.add_argument("--folder", type=Path, default=Path("outputs/largest_utilization"))
     parser.add_argument("--json", type=Path)
     parser.add_argument("overrides", nargs="*", help="of verl's settings, for all arms")

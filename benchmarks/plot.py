@@ -1,6 +1,6 @@
 """Draws a committed result: where the seconds of a cycle go, or GPU memory over a GRPO step.
 
-python benchmarks/plot.py benchmarks/results/colocated-....json docs/stages.svg --commit ...
+python benchmarks/plot.py benchmarks/results/colocated-....json docs/stages.svg --model ...
 python benchmarks/plot.py benchmarks/results/grpo_step-....json docs/memory.svg --commit ...
 """
 
@@ -54,9 +54,11 @@ def main() -> None:
     parser.add_argument("result", type=Path)
     parser.add_argument("picture", type=Path)
     parser.add_argument("--commit", help="draw only the rows measured at this commit")
+    parser.add_argument("--model", help="draw only the rows of this model")
     args = parser.parse_args()
     document = json.loads(args.result.read_text())
     rows = [row for row in document["rows"] if args.commit in (None, row.get("commit"))]
+    rows = [row for row in rows if args.model in (None, row["model"])]
     if document["bench"] == "colocated":
         rows = [row for row in rows if row["median_s"].keys() >= set(STAGES)]
         figure, draw = Figure(figsize=(8, 0.7 * len(rows) + 1.2)), draw_stages
