@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_loader.common.check_remarks import REMARK, remarks_in
+from sglang_loader.common.check_remarks import remarks_in
 from sglang_loader.common.session.messages import MAKING_PLAN
 from sglang_loader.common.stage_costs import StageCosts
 
@@ -164,9 +164,9 @@ class SyncReport:
 
 
 def log_remarks(reply: Any) -> None:
-    """Log the remarks of the manifest check in an engine's reply to an update, each once."""
+    """Log an engine's remarks in its reply to an update, each once."""
     for remark in remarks_in(str(reply.get("message"))):
-        warn_once(f"{REMARK}{remark}")
+        warn_once(remark)
 
 
 @functools.cache

@@ -4,13 +4,14 @@ import torch
 
 from sglang_loader.common import digest as module
 from sglang_loader.common.copies.kernel import is_available
+from sglang_loader.common.copies.triton_kernels import fallbacks
 from sglang_loader.common.digest import digests
 from unit.test_digest import check, random_bytes
 from unit.test_fused_copies import check_kernel
 
 
 def test_the_compiled_kernel_finds_what_torch_does():
-    assert module._kernel_works(torch.device("cuda", torch.cuda.current_device()))
+    assert module._is_available(torch.device("cuda", torch.cuda.current_device()))
     check("cuda")
 
 
@@ -28,14 +29,18 @@ def test_places_that_need_more_than_31_bits_count():
 def test_a_kernel_that_finds_anything_else_is_not_used(monkeypatch, caplog):
     device = torch.device("cuda", torch.cuda.current_device())
     data = random_bytes(1000)
-    module._kernel_works.cache_clear()
+    module._is_available.cache_clear()
     monkeypatch.setattr(module, "_by_kernel", lambda storages: torch.zeros(1, 2, device=device))
     try:
         found = digests([data.to(device)])
-        assert "those of the Triton kernel differ" in caplog.text
+        assert fallbacks == [
+            f"torch computes digests on {device}, slower: the Triton kernel fails: a wrong result"
+        ]
+        assert fallbacks[0] in caplog.text
         assert torch.equal(found.cpu(), digests([data]))
     finally:
-        module._kernel_works.cache_clear()
+        module._is_available.cache_clear()
+        fallbacks.clear()
 
 
 def test_the_compiled_kernel_copies_as_torch_does():

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 import torch
 from torch import nn
 
-from sglang_loader.common.check_remarks import with_remark
+from sglang_loader.common.check_remarks import with_remarks
 from sglang_loader.common.session.messages import SESSION_FORMAT, decode_descriptor
 from sglang_loader.session import serve as session
 from sglang_loader.session.group_receiver import GroupReceiver
@@ -124,7 +124,7 @@ class ServingEngine:
         drafts: those that each session loads besides.
         refuses: why it publishes nothing when all is loaded; None: it does.
         tells_late_s: seconds from its reply to what its sessions tell of the publication.
-        remark: of its manifest check, in every reply.
+        remarks: in every reply.
         checks: the setting that each TP rank was given in the last sync.
         num_published: syncs that were good on all TP ranks.
         groups: the process group of each TP rank where buckets are broadcast; else none.
@@ -136,7 +136,7 @@ class ServingEngine:
         self.fails = fails
         self.refuses = None
         self.tells_late_s = 0.0
-        self.remark = ""
+        self.remarks: list[str] = []
         self.checks = []
         self.models = [RecordingModel() for _ in range(tp)]
         self.drafts = []
@@ -229,7 +229,7 @@ class ServingEngine:
             reply.set_exception(RuntimeError("\n".join(failures)))
             return
         self.num_published += 1
-        reply.set_result({"success": True, "message": with_remark(self.remark)})
+        reply.set_result({"success": True, "message": with_remarks(self.remarks)})
 
 
 def colocated(engine, mode, group=None, **keys):

@@ -285,7 +285,7 @@ def test_what_does_not_fit_is_named_and_not_published_but_with_a_warning(
     assert engine.num_looked_at == num_looked_at
     if said != REFUSED:
         assert failures == [] and engine.gate[-1] is None
-        assert said in engine.last.remark and bool(said) == bool(engine.last.remark)
+        assert said in " ".join(engine.last.remarks) and bool(said) == bool(engine.last.remarks)
         return
     [failure] = failures
     for part in ("1 mismatched: a [2] (too long)", "1 missing: e", "2 unexpected: f, g", REFUSED):
@@ -294,6 +294,12 @@ def test_what_does_not_fit_is_named_and_not_published_but_with_a_warning(
     engine.verdict, engine.known = FITS, None
     assert engine.session(4.0, check="error") == []
     assert engine.gate[-1] is None
+
+
+def test_a_reply_tells_that_a_kernel_does_not_work(engine, monkeypatch):
+    monkeypatch.setattr(weights, "fallbacks", ["torch copies weights, slower"])
+    assert engine.session(3.0) == []
+    assert engine.last.remarks == weights.fallbacks
 
 
 # SGLang's own update.

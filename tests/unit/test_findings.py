@@ -6,7 +6,7 @@ import struct
 import pytest
 import torch
 
-from sglang_loader.common.check_remarks import remarks_in, with_remark
+from sglang_loader.common.check_remarks import remarks_in, with_remarks
 from sglang_loader.common.layout import BucketTensor
 from sglang_loader.common.regions.geometry import Region
 from sglang_loader.session.findings import RankView, Verdict, judge
@@ -16,9 +16,9 @@ from sglang_loader.session.weight_check import published_tensors
 def test_a_remark_comes_back_though_sglang_adds_words_of_its_own():
     remark = Verdict(missing=("a", "b"), doubtful=("c\nd",)).remark()
     assert "2 missing: a, b" in remark
-    both = " | ".join([with_remark(remark)] * 2) + " Weight version updated to 3."
-    assert remarks_in(both) == [remark]
-    assert with_remark(Verdict().remark()) == "Success"
+    both = " | ".join([with_remarks([remark, "slow"])] * 2) + " Weight version updated to 3."
+    assert remarks_in(both) == [remark, "slow"]
+    assert Verdict().remark() == "" and with_remarks([]) == "Success"
     assert remarks_in("Success") == []
     assert "not checked: quantised" in Verdict(not_checked="quantised").remark()
 

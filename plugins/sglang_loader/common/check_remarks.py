@@ -1,4 +1,4 @@
-"""Remarks of the manifest check, as they travel in the reply to a successful update.
+"""Remarks of an engine that travel in the reply to a successful update.
 
 SGLang appends words of its own to a reply's message, and joins those of its data-parallel ranks, so
 each remark is a line of its own that begins with `REMARK`.
@@ -6,18 +6,20 @@ each remark is a line of its own that begins with `REMARK`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 ManifestCheck = Literal["error", "warn", "off"]
 """Whether a sync whose tensors do not fit the engine's model fails, or is only reported."""
 
-REMARK = "manifest check: "
+REMARK = "remark: "
 SUCCESS = "Success"
 
 
-def with_remark(remark: str) -> str:
-    """The message of a successful update, with a remark unless that is empty."""
-    return f"{SUCCESS}\n{REMARK}{remark}\n" if remark else SUCCESS
+def with_remarks(remarks: Iterable[str]) -> str:
+    """The message of a successful update, with remarks of one line each."""
+    lines = [f"{REMARK}{remark}\n" for remark in remarks]
+    return "\n".join([SUCCESS, "".join(lines)]) if lines else SUCCESS
 
 
 def remarks_in(message: str) -> list[str]:

@@ -11,21 +11,13 @@ is one-to-one: it never misses the change of a single word.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from functools import cache
 
 import torch
 
 from sglang_loader.common.copies.kernel import tile_table
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # torch for CPUs comes without it
-    triton = None
-
-logger = logging.getLogger(__name__)
+from sglang_loader.common.copies.triton_kernels import kernel_works, tl, triton
 
 PART_WORDS = 64 << 10
 """Words of one program of the kernel. With more, few storages would use few multiprocessors."""
@@ -56,7 +48,7 @@ def digests(storages: Sequence[torch.Tensor]) -> torch.Tensor:
         data.clone() if data.data_ptr() % 8 or data.storage_offset() % 8 else data
         for data in storages
     ]
-    if _kernel_works(aligned[0].device):
+    if _is_available(aligned[0].device):
         return _by_kernel(aligned)
     return torch.stack([_by_torch(data) for data in aligned])
 
@@ -111,20 +103,14 @@ def _by_kernel(storages: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 @cache
-def _kernel_works(device: torch.device) -> bool:
+def _is_available(device: torch.device) -> bool:
     """True if the kernel and torch give the same digest on `device`; tried once."""
-    if triton is None or device.type != "cuda":
-        return False
-    try:
+
+    def agrees_with_torch() -> bool:
         data = torch.arange(8 * PART_WORDS + 13, device=device).to(torch.uint8)
-        if torch.equal(_by_kernel([data])[0], _by_torch(data)):
-            return True
-        text = "torch computes digests on %s, slower: those of the Triton kernel differ"
-        logger.error(text, device)
-    except Exception as error:
-        text = "torch computes digests on %s, slower: the Triton kernel fails: %r"
-        logger.warning(text, device, error)
-    return False
+        return torch.equal(_by_kernel([data])[0], _by_torch(data))
+
+    return kernel_works("computes digests", device, agrees_with_torch)
 
 
 if triton is not None:

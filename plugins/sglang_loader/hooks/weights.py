@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from sglang_loader.common.check_remarks import ManifestCheck, with_remark
+from sglang_loader.common.check_remarks import ManifestCheck, with_remarks
+from sglang_loader.common.copies.triton_kernels import fallbacks
 from sglang_loader.common.garbage_collection import no_full_collections
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.session.messages import (
@@ -75,7 +76,7 @@ def update_on_all_ranks(original: Original, updater: Any, request: Any) -> Any:
     update = WeightUpdate(updater, request)
     with no_full_collections(), updater._observe_weight_load("tensor"):
         failures = _serve_session(update, updater, request)
-    return _reply(failures, remark=update.remark)
+    return _reply(failures, update.remarks)
 
 
 def _is_idle(updater: Any) -> bool:
@@ -85,9 +86,9 @@ def _is_idle(updater: Any) -> bool:
     return is_idle(updater)
 
 
-def _reply(failures: list[str], *, is_busy: bool = False, remark: str = "") -> Any:
+def _reply(failures: list[str], remarks: Sequence[str] = (), *, is_busy: bool = False) -> Any:
     """SGLang's reply, with the facts that `hooks.http` reads."""
-    message = "\n".join(failures) or with_remark(remark)
+    message = "\n".join(failures) or with_remarks(remarks)
     reply = io_struct().UpdateWeightsFromTensorReqOutput(success=not failures, message=message)
     return with_facts(reply, closed=gate_reason(), is_busy=is_busy)
 
@@ -236,11 +237,10 @@ class WeightUpdate:
         return self._backup.sync.layouts
 
     @property
-    def remark(self) -> str:
-        """A remark of the manifest check for the reply to a good sync; "" if there is none."""
-        if self.manifest_check == "off" or self._verdict is None:
-            return ""
-        return self._verdict.remark()
+    def remarks(self) -> list[str]:
+        """For the reply to a good sync: of the manifest check, and of kernels that do not work."""
+        check = self._verdict.remark() if self.manifest_check != "off" and self._verdict else ""
+        return [*([f"manifest check: {check}"] if check else []), *fallbacks]
 
     def _judge(self) -> list[str]:
         """Judge the tensors together; returns why nothing is published, the same on all ranks."""

@@ -13,7 +13,6 @@ at any time, and no GPU has to serve all readers at once while the others serve 
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import TypeAlias
@@ -22,15 +21,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sglang_loader.common.copies.triton_kernels import kernel_works, tl, triton
 from sglang_loader.common.regions.geometry import StridedCopy
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # torch for CPUs comes without it
-    triton = None
-
-logger = logging.getLogger(__name__)
 
 TILE_WORDS = 8192
 WORD = torch.int64
@@ -91,19 +83,16 @@ def launch(tiles: torch.Tensor, entries: torch.Tensor) -> None:
 
 @cache
 def is_available(device: torch.device) -> bool:
-    """True if the kernel compiles and works on `device`; tried once."""
-    if triton is None or device.type != "cuda":
-        return False
-    try:
+    """True if the kernel works on `device`; tried once."""
+
+    def copies_a_row() -> bool:
         source = torch.arange(8, dtype=WORD, device=device)
         target = torch.zeros_like(source)
         rows, tiles = tables_of([(source.data_ptr(), target.data_ptr(), 0, 0, 8, 1)])
         launch(torch.from_numpy(tiles).to(device), torch.from_numpy(rows).to(device))
         return torch.equal(target, source)
-    except Exception as error:
-        text = "torch copies weights on %s, slower: the Triton kernel fails: %r"
-        logger.warning(text, device, error)
-        return False
+
+    return kernel_works("copies weights", device, copies_a_row)
 
 
 if triton is not None:
