@@ -12,7 +12,8 @@ own memory between the sync and the KV cache.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -135,13 +136,9 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         await self._reported(self._adapter.sync(collect, engines, self.report), version)
 
     async def _reported(self, sync: Coroutine[Any, Any, None], version: str | None) -> None:
-        """Wait for a sync, and count it in the report, unless it fails."""
-        try:
-            with self.report.stage("sync"):
-                await sync
-        except WeightSyncError:
-            self.report = self._new_report()  # the next sync counts from zero
-            raise
+        """Wait for a sync, and count it in the report."""
+        with self._new_report_after_failure(), self.report.stage("sync"):
+            await sync
         self.report.weight_version = version
         if not self._settings.free_cache_engine:
             self._publish()
@@ -150,7 +147,8 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         """Run an operation on the leader's engine; all ranks raise if it fails on any replica."""
         engine = self._engine
         work = None if engine is None else self._run_stage(stage, engine, call)
-        await run_in_step(self._group, stage, work)
+        with self._new_report_after_failure():
+            await run_in_step(self._group, stage, work)
 
     async def _run_stage(self, stage: str, engine: Engine, call: Call) -> None:
         with self.report.stage(stage):
@@ -177,6 +175,15 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
     def __exit__(self, *_: object) -> None:
         """Put the engine to sleep, also after an exception."""
         asyncio.run(self.release())
+
+    @contextmanager
+    def _new_report_after_failure(self) -> Iterator[None]:
+        """If a stage fails, the stages that are then made again count from zero."""
+        try:
+            yield
+        except WeightSyncError:
+            self.report = self._new_report()
+            raise
 
     def _new_report(self) -> SyncReport:
         return SyncReport(mode=self._settings.mode, replica=self._replica)
