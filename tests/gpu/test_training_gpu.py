@@ -101,8 +101,8 @@ CELLS = {
     "fsdp2-tp2-one-stage": Cell(ONE_STAGE),
     "fsdp2-offload-tp2": Cell(OFFLOAD, route="num_replayed"),  # exported: they are on the host
     "fsdp2-offload-tp1x2-one-stage": Cell((*OFFLOAD, *ONE_STAGE), tp=1, route="num_replayed"),
-    "fsdp1-tp2": Cell(FSDP1, route="num_replayed"),
-    "fsdp1-tp1x2-one-stage": Cell((*FSDP1, *ONE_STAGE), tp=1, route="num_replayed"),
+    "fsdp1-tp2": Cell(FSDP1),
+    "fsdp1-tp1x2-one-stage": Cell((*FSDP1, *ONE_STAGE), tp=1),
     "fsdp1-offload-tp2": Cell((*FSDP1, *OFFLOAD), route="num_replayed"),
     "ppo-tp2": Cell(recipe=grpo_step.PPO_RECIPE),
     "merged-lora-tp2": Cell(MERGED, route=None),

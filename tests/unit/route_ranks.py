@@ -3,13 +3,15 @@
 import types
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 
 from unit.serving_engine import ServingEngine, colocated, synced
@@ -67,15 +69,27 @@ def _vl():
 MODELS = {"dense": lambda: _dense(False), "tied": lambda: _dense(True), "moe": _moe, "vl": _vl}
 
 
-def sharded(kind, dtype=torch.float32):
+def sharded(kind, dtype=torch.float32, strategy="fsdp2", **options):
     """A tiny model, equal on all ranks, sharded over them as verl does; one bucket to a layer."""
     torch.manual_seed(7)
     model = MODELS[kind]().to(dtype)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in [m for m in model.modules() if type(m).__name__.endswith("DecoderLayer")]:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
+    layers = [m for m in model.modules() if type(m).__name__.endswith("DecoderLayer")]
+    if strategy == "fsdp2":
+        for layer in layers:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+    is_layer = partial(transformer_auto_wrap_policy, transformer_layer_cls=set(map(type, layers)))
+    wrapped = FullyShardedDataParallel(
+        model, auto_wrap_policy=is_layer, device_mesh=mesh, device_id=CPU, **options
+    )
+    FullyShardedDataParallel.set_state_dict_type(wrapped, StateDictType.SHARDED_STATE_DICT)
+    return wrapped
+
+
+def local_of(tensor):
+    """This rank's part of a parameter, or all of a tensor that is not sharded."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def export_of(model):
@@ -87,6 +101,7 @@ def export_of(model):
     # In these processes verl finds no accelerator, and each iteration asks for it again.
     transformer_impl.get_device_id = lambda: CPU
     transformer_impl.log_gpu_memory_usage = lambda *_, **__: None
+    transformer_impl.load_fsdp_model_to_gpu = lambda _: None
     engine = types.SimpleNamespace(
         module=model,
         model_config=types.SimpleNamespace(lora={}, hf_config=model.config),
@@ -178,15 +193,17 @@ class Rank:
     Args:
         route: "pull" or "exchange", the one that is not switched off.
         kind: of the model.
+        strategy: "fsdp2", or "fsdp1".
         is_shared: the parameters are in memory that engines can map.
     """
 
-    def __init__(self, route, kind, *, recheck=0, dtype="float32", is_shared=True):
-        self.model = sharded(kind, getattr(torch, dtype))
+    def __init__(
+        self, route, kind, *, recheck=0, dtype="float32", is_shared=True, strategy="fsdp2"
+    ):
+        self.model = sharded(kind, getattr(torch, dtype), strategy)
         if is_shared:
             for tensor in [*self.model.parameters(), *self.model.buffers()]:
-                local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-                local.untyped_storage().share_memory_()
+                local_of(tensor).untyped_storage().share_memory_()
         self.group, is_leader = trainer_group(TP)
         self.export = export_of(self.model)
         exported = list(self.export)
@@ -266,7 +283,7 @@ class Rank:
         """As an optimizer: in place, another value for each element."""
         with torch.no_grad():
             for parameter in self.model.parameters():
-                local = parameter.to_local()
+                local = local_of(parameter)
                 local.add_(torch.arange(local.numel(), dtype=local.dtype).view(local.shape) + 1)
         assert self.wrong() or self.engine is None, "the control"
 

@@ -57,9 +57,10 @@ class TestRecipe:
                 "Every sync makes the full export (not in place: read_in_place=False)",
             ),
             (
-                (*COMPILED, "actor_rollout_ref.actor.strategy=fsdp"),
-                "makes the full export (not in place: actor.strategy=fsdp: neither fsdp2 nor",
+                (*COMPILED, f"{ACTOR}.strategy=veomni"),
+                "makes the full export (not in place: actor.strategy=veomni: neither fsdp, fsdp2 n",
             ),
+            ((*COMPILED, f"{ACTOR}.strategy=fsdp"), IN_PLACE),
             ((*COMPILED, f"{ACTOR}.strategy=megatron"), IN_PLACE),  # without its section
             (
                 (*COMPILED, f"{ACTOR}.fsdp_config.param_offload=True"),

@@ -69,9 +69,10 @@ def play(pool, *steps, kind="moe", **options):
     return route_ranks.play(pool, PullRank, {"kind": kind, **options}, *steps)
 
 
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
 @pytest.mark.parametrize("kind", ["dense", "tied", "moe", "vl"])
-def test_what_is_pulled_is_what_the_export_would_give(pool, kind):
-    for seen in play(pool, "sync", *["step", "sync"] * 3, kind=kind):
+def test_what_is_pulled_is_what_the_export_would_give(pool, kind, strategy):
+    for seen in play(pool, "sync", *["step", "sync"] * 3, kind=kind, strategy=strategy):
         assert seen["routes"] == ["export", "pull", "pull", "pull"]
         assert seen["num_exports"] == [1], "what the engines get is what is compared"
         assert seen["off"] is None

@@ -220,11 +220,18 @@ def play(pool, *steps, **options):
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [("dense", "float32"), ("tied", "bfloat16"), ("moe", "bfloat16"), ("vl", "float32")],
+    ("kind", "dtype", "strategy"),
+    [
+        ("dense", "float32", "fsdp2"),
+        ("tied", "bfloat16", "fsdp2"),
+        ("moe", "bfloat16", "fsdp2"),
+        ("moe", "bfloat16", "fsdp1"),
+        ("vl", "float32", "fsdp2"),
+    ],
 )
-def test_the_buffers_are_those_of_the_full_export(pool, kind, dtype):
-    for seen in play(pool, "sync", *["step", "sync"] * 2, kind=kind, dtype=dtype):
+def test_the_buffers_are_those_of_the_full_export(pool, kind, dtype, strategy):
+    options = {"kind": kind, "dtype": dtype, "strategy": strategy}
+    for seen in play(pool, "sync", *["step", "sync"] * 2, **options):
         assert seen["off"] is None
         assert seen["routes"] == ["export", "exchange", "exchange"]
         report = seen["report"]

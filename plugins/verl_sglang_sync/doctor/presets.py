@@ -161,13 +161,13 @@ def _later_route(config: DictConfig, settings: WeightSyncConfig, machine: Machin
 def _computed_exports(config: DictConfig) -> Iterator[str]:
     """Why the export would not be bytes of the trainer's parameters."""
     actor_rollout = config.actor_rollout_ref
-    strategy = actor_rollout.actor.strategy
-    if strategy not in ("fsdp2", "megatron"):
-        yield f"actor.strategy={strategy}: neither fsdp2 nor megatron"
-    if strategy == "megatron" and OmegaConf.select(actor_rollout, "actor.megatron.vanilla_mbridge"):
+    actor, strategy = actor_rollout.actor, actor_rollout.actor.strategy
+    if strategy not in ("fsdp", "fsdp2", "megatron"):
+        yield f"actor.strategy={strategy}: neither fsdp, fsdp2 nor megatron"
+    if strategy == "megatron" and OmegaConf.select(actor, "megatron.vanilla_mbridge"):
         yield "actor.megatron.vanilla_mbridge=True: mbridge does not say what it exports"
-    if strategy == "fsdp2" and OmegaConf.select(actor_rollout, "actor.fsdp_config.param_offload"):
-        yield "actor.fsdp_config.param_offload=True: verl's export moves one parameter at a time"
+    if strategy != "megatron" and OmegaConf.select(actor, "fsdp_config.param_offload"):
+        yield "actor.fsdp_config.param_offload=True: verl's export moves the parameters"
     for key in ("model.lora_rank", "model.lora.rank", "rollout.quantization"):
         if value := OmegaConf.select(actor_rollout, key):
             yield f"{key}={value}"

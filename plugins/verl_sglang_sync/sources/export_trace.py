@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 from unittest import mock
 
 import torch
@@ -57,6 +57,14 @@ class TracedParameter:
     owners: Owners
 
 
+class StandIn(NamedTuple):
+    """A tensor without memory that an export hands on in place of bytes of a parameter."""
+
+    tensor: torch.Tensor
+    parameter: TracedParameter
+    bytes: ByteMap
+
+
 @dataclass(frozen=True)
 class TracedExport:
     parameters: tuple[TracedParameter, ...]
@@ -78,17 +86,25 @@ class TracedExport:
 
 
 def trace_export(
-    export: Iterable[NamedTensor], *, sources: Sources, world_size: int, device: torch.device
+    export: Iterable[NamedTensor],
+    *,
+    sources: Sources,
+    world_size: int,
+    device: torch.device,
+    stand_ins: Iterable[StandIn] = (),
 ) -> TracedExport:
     """Run `export` once, without its data; every rank of the trainer must call this.
 
     Args:
         export: `(name, tensor)` on `device`; starts anew when it is iterated over.
+        stand_ins: what it begins with, if it does not gather parameters itself.
 
     Raises:
         NotTraceable: a tensor is computed, moved, or comes from elsewhere.
     """
     tracer = _ExportTracer(sources(), world_size, device)
+    for stand_in in stand_ins:
+        tracer.add_stand_in(stand_in)
     tensors: dict[str, TracedTensor] = {}
     with tracer.tracing("the export"), torch.no_grad(), tracer.instead_of_gathering():
         for name, tensor in export:
@@ -150,6 +166,12 @@ class _ExportTracer(TracingMode):
 
         with mock.patch.object(DTensor, "full_tensor", full_tensor):
             yield
+
+    def add_stand_in(self, stand_in: StandIn) -> None:
+        if stand_in.parameter not in self.parameters:
+            self.parameters.append(stand_in.parameter)
+        number = self.parameters.index(stand_in.parameter)
+        self._keep(stand_in.tensor, Origin(number, stand_in.bytes))
 
     def traced_tensor(self, name: str, tensor: torch.Tensor) -> TracedTensor:
         if isinstance(tensor, DTensor):

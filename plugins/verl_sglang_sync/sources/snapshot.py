@@ -23,8 +23,8 @@ Sources = Callable[[], Mapping[str, torch.Tensor]]
 """The tensors that an export reads, by name, as they are now: parameters, sharded or not.
 
 It may also have a method `trace(device)`, where it knows better than a traced run in which of them
-the exported tensors lie (a `TracedExport`): called once the export has been made. And it may be
-marked with an attribute `empties_storages`.
+the exported tensors lie (a `TracedExport`), with an attribute `needs_an_export` if it only knows
+once an export has been made; and it may be marked with an attribute `empties_storages`.
 """
 
 NUM_TOGETHER = 64

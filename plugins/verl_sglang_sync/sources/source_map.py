@@ -7,9 +7,9 @@
     comparison = source_map.begin_comparison(export)    # collective: trace, and prove the trace
 
 FSDP2's exports are traced as they run (`export_trace`), the same on all ranks. Sources that have a
-method `trace` know better how. A Megatron rank traces its own pipeline stage, and names the ranks
-that it would gather from: the shards of its data parallel replica. What several ranks say of a
-tensor must be the same but for the ranks, and these hold replicas:
+method `trace` (FSDP1, Megatron) know better how. A Megatron rank traces its own pipeline stage, and
+names the ranks that it would gather from: the shards of its data parallel replica. What several
+ranks say of a tensor must be the same but for the ranks, and these hold replicas:
 
     rank 0: "q_proj" is these bytes of "qkv", whose shards ranks 0 and 1 have
     rank 2: "q_proj" is these bytes of "qkv", whose shards ranks 2 and 3 have
@@ -86,10 +86,8 @@ class SourceMap:
         return self._trace[0]
 
     def can_trace_before_export(self, export: Iterable[NamedTensor]) -> bool:
-        """False if an export must be made before it is traced; collective. Megatron-Bridge's
-        mappings keep what the ranks tell each other in the first conversion.
-        """
-        if not hasattr(sources_of(export), "trace"):
+        """False if an export must be made before it is traced; collective."""
+        if not getattr(sources_of(export), "needs_an_export", False):
             return True
         return holds_everywhere(self._group, self.is_traced(export))
 

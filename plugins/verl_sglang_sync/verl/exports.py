@@ -1,5 +1,6 @@
 """Wraps verl's exports so that they can be repeated (`sources.export.Reexport`), and finds the
-parameters that they read: FSDP2's module state, or for Megatron-Bridge the rank's own parameters.
+parameters that they read: FSDP2's module state, FSDP1's flat parameters (`flat_parameters`), or for
+Megatron-Bridge the rank's own.
 
 The bridge has a list of conversion tasks, each for a parameter of this pipeline stage or for none.
 verl makes the list in the first export.
@@ -14,13 +15,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from verl_sglang_sync.collective import own_rank, world_size
 from verl_sglang_sync.sources.conversion_trace import Conversion, trace_conversions
 from verl_sglang_sync.sources.export import NamedTensor, Reexport, is_repeatable, transformed
 from verl_sglang_sync.sources.export_trace import TracedExport
 from verl_sglang_sync.sources.snapshot import Sources, module_state
+from verl_sglang_sync.verl.flat_parameters import FlatParameters
 
 _METHOD = "get_per_tensor_param"
 
@@ -45,6 +47,8 @@ def _repeatable(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def wrapper(engine: Any, *args: Any, **kwargs: Any) -> Any:
         repeat = functools.partial(_weights_of, method, engine, *args, **kwargs)
+        if (flat := flat_parameters(engine)) is not None:
+            return Reexport(repeat, sources=flat), None
         # verl's call in disaggregated mode. With an adapter FSDP gathers all base weights in this
         # call: here that is deferred until they are iterated over.
         is_lazy = not args and not kwargs and _has_adapter(engine)
@@ -77,6 +81,15 @@ def _sources_of(engine: Any) -> Sources | None:
     if not isinstance(module, FSDPModule) or _has_adapter(engine):
         return bridge_sources(engine)
     return module_state(module)  # type: ignore[arg-type]
+
+
+def flat_parameters(engine: Any) -> FlatParameters | None:
+    """The sources of an export under FSDP1, which gathers all weights as soon as it is called."""
+    module = getattr(engine, "module", None)
+    if not isinstance(module, FullyShardedDataParallel) or _has_adapter(engine):
+        return None
+    is_exported = not engine._qat_enabled
+    return FlatParameters(module, engine.model_config.hf_config.model_type) if is_exported else None
 
 
 def _has_adapter(engine: Any) -> bool:
@@ -119,6 +132,9 @@ def bridge_sources(engine: Any) -> BridgeSources | None:
 
 class BridgeSources:
     """A rank's parameters, by virtual pipeline stage and local name, which its peers use too."""
+
+    needs_an_export = True
+    """The bridge's mappings keep what the ranks tell each other in the first conversion."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine

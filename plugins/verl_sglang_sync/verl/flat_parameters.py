@@ -1,0 +1,129 @@
+"""FSDP1's flat parameters, as the sources of an export (`sources.snapshot.Sources`).
+
+FSDP1 concatenates the parameters of each module that it wraps, such as a decoder layer, into a flat
+one, and cuts that into shards of equal length, one for each rank. An exported weight is a run of
+its bytes: in one shard, or in several that follow each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate, compress
+from operator import not_
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._common_utils import clean_tensor_name
+
+from sglang_loader.common.regions.compose import ByteMap
+from sglang_loader.common.regions.geometry import Region
+from verl_sglang_sync.collective import world_size
+from verl_sglang_sync.sources.export import NamedTensor
+from verl_sglang_sync.sources.export_trace import (
+    NotTraceable,
+    StandIn,
+    TracedExport,
+    TracedParameter,
+    trace_export,
+)
+from verl_sglang_sync.sources.transfer_plan import Owners
+
+
+class FlatParameters:
+    """This rank's shards, by the name of the module whose parameters they are.
+
+    Args:
+        module: the root, which FSDP1 wraps, too.
+        model_type: of the Hugging Face model.
+    """
+
+    def __init__(self, module: FullyShardedDataParallel, model_type: str) -> None:
+        self._module, self._model_type = module, model_type
+
+    def __call__(self) -> Mapping[str, torch.Tensor]:
+        return {name: _shard(handle) for name, handle in self._handles()}
+
+    def trace(self, device: torch.device) -> TracedExport:
+        """Trace what verl makes of the weights, but for gathering them, which communicates.
+
+        Raises:
+            NotTraceable: the shards are on another device, or not what is expected of them.
+        """
+        from verl.utils.model import convert_weight_keys
+        from verl.workers.engine.fsdp.utils import unfuse_moe_params
+
+        weights: dict[str, StandIn] = {}
+        for name, handle in self._handles():
+            if (place := _shard(handle).device).type != device.type:
+                raise NotTraceable(f"{name or 'the root'} is on {place}, the engine on {device}")
+            for key, weight in _weights_in(name, handle).items():
+                weights[f"{name}.{key}" if name else key] = weight
+        named = {key: stand_in.tensor for key, stand_in in weights.items()}
+        named = convert_weight_keys(named, self._module._fsdp_wrapped_module)
+        export: Iterable[NamedTensor] = unfuse_moe_params(named.items(), self._model_type)
+        return trace_export(
+            export,
+            sources=self,
+            world_size=world_size(),
+            device=device,
+            stand_ins=weights.values(),
+        )
+
+    def _handles(self) -> Iterator[tuple[str, Any]]:
+        """What FSDP1 knows of each flat parameter, by the name of its module."""
+        for name, module in self._module.named_modules():
+            if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
+                yield clean_tensor_name(name), module._handle
+
+
+def _shard(handle: Any) -> torch.Tensor:
+    """This rank's shard, also while FSDP1 has the gathered parameter in its place."""
+    flat = handle.flat_param
+    shard: torch.Tensor = getattr(flat, "_local_shard", flat.data)  # set before it is gathered
+    return shard
+
+
+def _weights_in(module: str, handle: Any) -> dict[str, StandIn]:
+    """The weights in a flat parameter, by their names in its module."""
+    flat, shard, is_sharded = handle.flat_param, _shard(handle), handle.uses_sharded_strategy
+    ranks = dist.get_process_group_ranks(handle.process_group)
+    shards = [(rank,) for rank in ranks] if is_sharded else [tuple(ranks)]
+    starts = tuple(i * shard.nbytes for i in range(len(shards)))
+    owners = Owners(starts, tuple(shards), len(shards) * shard.nbytes)
+    parameter = TracedParameter(module, owners)
+    sizes = flat._numels_with_padding
+    firsts = compress(accumulate(sizes, initial=0), map(not_, flat._is_padding_mask))
+    first_own = handle.rank * shard.numel() if is_sharded else 0
+    own = range(first_own, first_own + shard.numel())
+    weights = {}
+    known = zip(flat._shapes, flat._contiguities, flat._shard_param_infos, strict=True)
+    for name, first, (shape, is_dense, info) in zip(flat._fqns, firsts, known, strict=True):
+        if not is_dense or _part_of(range(first, first + shape.numel()), own) != _known_part(info):
+            where = f"{name} of {module or 'the root'}"
+            raise NotTraceable(f"FSDP1 has {where} elsewhere, or in other order, than expected")
+        tensor = torch.empty(shape, dtype=shard.dtype, device="meta")
+        region = Region(first * shard.itemsize, (max(tensor.nbytes, 1),), (1,), 1)
+        weights[clean_tensor_name(name)] = StandIn(tensor, parameter, ByteMap.of(region))
+    for tied in flat._shared_param_infos:
+        name = clean_tensor_name(f"{tied.prim_module_name}.{tied.prim_param_name}")
+        weights[clean_tensor_name(f"{tied.module_name}.{tied.param_name}")] = weights[name]
+    return weights
+
+
+_Part = tuple[int, int, int] | None
+"""Of a weight in this rank's shard: where it begins there, how many elements it has, and where it
+begins in the weight.
+"""
+
+
+def _part_of(weight: range, own: range) -> _Part:
+    start, stop = max(weight.start, own.start), min(weight.stop, own.stop)
+    return (start - own.start, stop - start, start - weight.start) if start < stop else None
+
+
+def _known_part(info: Any) -> _Part:
+    """What FSDP1 itself has noted."""
+    part = info.offset_in_shard, info.numel_in_shard, info.intra_param_start_idx
+    return part if info.in_shard else None
