@@ -86,6 +86,25 @@ def test_the_weights_arrive_at_every_step(trained):
     assert "manifest check:" not in (trained / "run.log").read_text()
 
 
+FSDP1 = Run(
+    "compiled",
+    workers=2,
+    tp=2,
+    overrides=("actor_rollout_ref.actor.strategy=fsdp", "trainer.total_training_steps=3"),
+    variables=(*FINDING_TESTS, "VERL_USE_EXTERNAL_MODULES=support.fsdp1_on_cpu"),
+)
+
+
+@pytest.mark.slow
+@run([FSDP1], ids=["fsdp1"])
+def test_parameters_of_fsdp1_are_read_where_they_are(trained):
+    steps, reports = read_steps(trained), reports_of(trained)
+    assert len(steps) == 3
+    check_arrival(steps)
+    pulled = [report["num_pulled"] / report["num_buckets"] for report in reports]
+    assert pulled == [0, 1, 1, 1], "the first sync is exported, and compared"
+
+
 REPLICAS = Run(
     "compiled",
     workers=2,

@@ -68,9 +68,9 @@ def refuse():
 
 def test_what_lies_elsewhere_is_not_traced(pool):
     for offloaded, elsewhere in pool.run(refuse):
-        assert "the root is on cpu, the engine on cuda" in offloaded
+        assert "the root module is on cpu, the engine on cuda" in offloaded
         assert (
-            "FSDP1 has model.embed_tokens.weight of the root elsewhere, or in other order"
+            "FSDP1 has model.embed_tokens.weight of the root module elsewhere, or in other order"
             in elsewhere
         )
 

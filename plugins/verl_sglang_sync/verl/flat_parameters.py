@@ -43,7 +43,7 @@ class FlatParameters:
         self._module, self._model_type = module, model_type
 
     def __call__(self) -> Mapping[str, torch.Tensor]:
-        return {name: _shard(handle) for name, handle in self._handles()}
+        return {_label(name): _shard(handle) for name, handle in self._handles()}
 
     def trace(self, device: torch.device) -> TracedExport:
         """Trace what verl makes of the weights, but for gathering them, which communicates.
@@ -57,7 +57,7 @@ class FlatParameters:
         weights: dict[str, StandIn] = {}
         for name, handle in self._handles():
             if (place := _shard(handle).device).type != device.type:
-                raise NotTraceable(f"{name or 'the root'} is on {place}, the engine on {device}")
+                raise NotTraceable(f"{_label(name)} is on {place}, the engine on {device}")
             for key, weight in _weights_in(name, handle).items():
                 weights[f"{name}.{key}" if name else key] = weight
         named = {key: stand_in.tensor for key, stand_in in weights.items()}
@@ -78,6 +78,10 @@ class FlatParameters:
                 yield clean_tensor_name(name), module._handle
 
 
+def _label(module: str) -> str:
+    return module or "the root module"
+
+
 def _shard(handle: Any) -> torch.Tensor:
     """This rank's shard, also while FSDP1 has the gathered parameter in its place."""
     flat = handle.flat_param
@@ -92,7 +96,7 @@ def _weights_in(module: str, handle: Any) -> dict[str, StandIn]:
     shards = [(rank,) for rank in ranks] if is_sharded else [tuple(ranks)]
     starts = tuple(i * shard.nbytes for i in range(len(shards)))
     owners = Owners(starts, tuple(shards), len(shards) * shard.nbytes)
-    parameter = TracedParameter(module, owners)
+    parameter = TracedParameter(_label(module), owners)
     sizes = flat._numels_with_padding
     firsts = compress(accumulate(sizes, initial=0), map(not_, flat._is_padding_mask))
     first_own = handle.rank * shard.numel() if is_sharded else 0
@@ -101,7 +105,7 @@ def _weights_in(module: str, handle: Any) -> dict[str, StandIn]:
     known = zip(flat._shapes, flat._contiguities, flat._shard_param_infos, strict=True)
     for name, first, (shape, is_dense, info) in zip(flat._fqns, firsts, known, strict=True):
         if not is_dense or _part_of(range(first, first + shape.numel()), own) != _known_part(info):
-            where = f"{name} of {module or 'the root'}"
+            where = f"{name} of {_label(module)}"
             raise NotTraceable(f"FSDP1 has {where} elsewhere, or in other order, than expected")
         tensor = torch.empty(shape, dtype=shard.dtype, device="meta")
         region = Region(first * shard.itemsize, (max(tensor.nbytes, 1),), (1,), 1)
