@@ -3,10 +3,10 @@
     python benchmarks/largest_utilization.py --model qwen3-4b --time-limit-s 1500 --json FILE
 
 What the engine's share leaves must hold what the trainer has on the GPU while the KV cache is
-mapped. The trainer's parameters are offloaded (`param_offload`), and come back for the export of a
-merged LoRA adapter, in float32: with one stage beside the KV cache, with two before it, which is
-then mapped when they have left. verl's own sync always has two stages. With `--trainer full` verl
-exports FSDP2's parameters one by one, and one stage costs no more than the staging buffers.
+mapped. The trainer's parameters are offloaded (`param_offload`), and FSDP1's come back for the
+export, in float32: with one stage beside the KV cache, with two before it, which is then mapped
+when they have left. verl's own sync always has two stages. FSDP2's (`--trainer fsdp2`) are exported
+one by one, also with a merged LoRA adapter, and one stage costs no more than the staging buffers.
 
 Shares are multiples of `--grid`. The search starts from an estimate, and its runs are full runs of
 `recipes/grpo_fsdp_gpu.sh`; each result is written as soon as there is one.
@@ -45,14 +45,8 @@ OFFLOAD = (
     "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True",
 )
 TRAINERS = {
-    "merged-lora": (
-        *OFFLOAD,
-        "actor_rollout_ref.model.lora_rank=32",
-        "actor_rollout_ref.model.lora_alpha=32",
-        "actor_rollout_ref.model.target_modules=all-linear",
-        "actor_rollout_ref.model.lora.merge=True",
-    ),
-    "full": OFFLOAD,
+    "fsdp1": (*OFFLOAD, "actor_rollout_ref.actor.strategy=fsdp"),
+    "fsdp2": OFFLOAD,
 }
 SHARE = "actor_rollout_ref.rollout.gpu_memory_utilization"
 STAGES = "actor_rollout_ref.rollout.multi_stage_wake_up"
@@ -134,7 +128,7 @@ def estimate(arm: str, trainer: str, model: str, gpu_bytes: int) -> float:
     beside = RESERVE_BYTES
     if not ARMS[arm][1]:
         beside += BUCKETS_BYTES
-        beside += weights_bytes(model, MASTER_ITEMSIZE) if trainer == "merged-lora" else 0
+        beside += weights_bytes(model, MASTER_ITEMSIZE) if trainer == "fsdp1" else 0
     return 1 - beside / gpu_bytes
 
 
@@ -238,7 +232,7 @@ def main() -> None:
     """Search for all arms; see the module docstring."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=MODELS, default="qwen3-4b")
-    parser.add_argument("--trainer", choices=TRAINERS, default="merged-lora")
+    parser.add_argument("--trainer", choices=TRAINERS, default="fsdp1")
     parser.add_argument(
         "--arms", nargs="+", choices=ARMS, default=["one-stage", "two-stage", "native"]
     )

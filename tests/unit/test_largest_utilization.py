@@ -60,7 +60,7 @@ def search(tmp_path, monkeypatch):
     monkeypatch.setattr(grpo_step, "run_arm", run_arm)
     monkeypatch.setattr(largest_utilization, "used_bytes", lambda gpus: [0])
     args = argparse.Namespace(
-        folder=tmp_path, grid=0.02, model="tiny", trainer="full", overrides=[], run_limit_s=9
+        folder=tmp_path, grid=0.02, model="tiny", trainer="fsdp2", overrides=[], run_limit_s=9
     )
     return lambda seconds: Search("one-stage", args, time.monotonic() + seconds, lambda: None)
 
