@@ -46,6 +46,11 @@ def _repeatable(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def wrapper(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        if _has_adapter(engine):
+            from verl_sglang_sync.verl.merged_lora import merged_export  # imports PEFT
+
+            if (merged := merged_export(method, engine)) is not None:
+                return Reexport(merged), None
         repeat = functools.partial(_weights_of, method, engine, *args, **kwargs)
         if (flat := flat_parameters(engine)) is not None:
             return Reexport(repeat, sources=flat), None
