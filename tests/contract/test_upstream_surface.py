@@ -1,4 +1,4 @@
-"""What we use of verl 0.9.1, SGLang and torch: a release that changed it fails here first.
+"""What we use of verl 0.9.1, SGLang, PEFT and torch: a release that changed it fails here first.
 
 `USES` lists every upstream symbol that we hook or call, with the parameters or fields that we use,
 and of which releases of SGLang; what is imported and not listed must be there as well. What no
@@ -22,6 +22,13 @@ from support.our_imports import PLUGINS, imports
 # order)`, `dataclass(the fields that we read or pass by name)`; `.name` is of the class before it.
 # `module [from 0.5.16]:` and `[until 0.5.15]` are for those releases of SGLang alone.
 USES = """
+peft.tuners.lora:
+    LoraLayer
+peft.tuners.lora.layer:
+    Linear; .merge(self); Embedding; .merge(self); Conv1d; .merge(self); Conv2d; Conv3d
+peft.tuners.lora.variants:
+    DoraLinearVariant; DoraEmbeddingVariant; DoraConv1dVariant; DoraConv2dVariant
+    DoraConv3dVariant
 verl.checkpoint_engine.base:
     CheckpointEngine; CheckpointEngineRegistry; .register(backend)
 verl.plugin.platform:
@@ -32,6 +39,10 @@ verl.utils.config:
     validate_config(config)
 verl.utils.distributed:
     initialize_global_process_group_ray(timeout_second, backend)
+verl.utils.device:
+    get_device_id
+verl.utils.fsdp_utils:
+    normalize_peft_param_name(params)
 verl.utils.model:
     convert_weight_keys(state_dict, model)
     load_valuehead_model(local_path, torch_dtype, model_config, trust_remote_code)
@@ -43,6 +54,8 @@ verl.workers.config:
     CheckpointEngineConfig(backend, update_weights_bucket_megabytes)
     RolloutConfig(name, free_cache_engine, multi_stage_wake_up, engine_kwargs, custom,
     checkpoint_engine, quantization, disaggregation)
+verl.workers.engine:
+    FSDPEngine; .get_per_tensor_param(self, layered_summon, base_sync_done)
 verl.workers.engine.base:
     BaseEngine; .get_per_tensor_param(self)
 verl.workers.rollout.base:
@@ -241,7 +254,7 @@ def test_a_change_would_be_named(use, message):
 
 def test_what_we_import_is_there():
     imported = {(module, name) for _, module, name in imports()}
-    upstream = {use for use in imported if use[0].partition(".")[0] in ("verl", "sglang")}
+    upstream = {use for use in imported if use[0].partition(".")[0] in ("verl", "sglang", "peft")}
     assert len(upstream) > 15, "the sources were not read"
     for module, name in upstream - (EVER.keys() - LISTED.keys()):  # those are of other releases
         check(module, name, "")

@@ -150,3 +150,9 @@ def test_verls_own_export_of_a_layer_that_we_do_not_know_is_right(world_of_one):
     _of_another_class(engine)
     assert is_same(copied(exports.ours(engine)[0]), wanted)
     assert exports.moves
+
+
+def test_a_buffer_is_exported_as_a_copy(engine):
+    export, _ = Exports().ours(engine)
+    buffer = engine.module.base_model.model.model.layers[0].count
+    assert dict(export)["model.layers.0.count"].data_ptr() != buffer.data_ptr()
