@@ -25,10 +25,7 @@ USES = """
 peft.tuners.lora:
     LoraLayer
 peft.tuners.lora.layer:
-    Linear; .merge(self); Embedding; .merge(self); Conv1d; .merge(self); Conv2d; Conv3d
-peft.tuners.lora.variants:
-    DoraLinearVariant; DoraEmbeddingVariant; DoraConv1dVariant; DoraConv2dVariant
-    DoraConv3dVariant
+    Linear; .merge(self); Embedding; .merge(self); Conv1d; .merge(self)
 verl.checkpoint_engine.base:
     CheckpointEngine; CheckpointEngineRegistry; .register(backend)
 verl.plugin.platform:

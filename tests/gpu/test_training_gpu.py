@@ -106,6 +106,7 @@ CELLS = {
     "fsdp1-offload-tp2": Cell((*FSDP1, *OFFLOAD), route="num_replayed"),
     "ppo-tp2": Cell(recipe=grpo_step.PPO_RECIPE),
     "merged-lora-tp2": Cell(MERGED, route=None),
+    "merged-lora-offload-tp1": Cell((*MERGED, *OFFLOAD), gpus=1, tp=1, route=None),
     "adapter-tp2": Cell(LORA, route=None),
     "moe-tp2": Cell(architecture="qwen3_moe"),
     "fp8-tp2": Cell(FP8, route="num_replayed", pearson=MIN_PEARSON_FP8),

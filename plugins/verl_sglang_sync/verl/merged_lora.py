@@ -17,8 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from peft.tuners.lora import LoraLayer, variants
-from peft.tuners.lora.layer import Conv1d, Conv2d, Conv3d, Embedding, Linear
+from peft.tuners.lora import LoraLayer
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -30,14 +29,14 @@ from verl.workers.engine import FSDPEngine
 from verl_sglang_sync.report import warn_once
 from verl_sglang_sync.sources.export import NamedTensor
 
-CLASSES = {Linear, Embedding, Conv1d, Conv2d, Conv3d}
-VARIANTS = {
-    variants.DoraLinearVariant,
-    variants.DoraEmbeddingVariant,
-    variants.DoraConv1dVariant,
-    variants.DoraConv2dVariant,
-    variants.DoraConv3dVariant,
+KNOWN = {
+    name.format(layer)
+    for layer in ("Linear", "Embedding", "Conv1d", "Conv2d", "Conv3d")
+    for name in ("peft.tuners.lora.layer.{}", "peft.tuners.lora.variants.Dora{}Variant")
 }
+"""Classes of layers, and of variants of LoRA, whose merge changes the layer's own weight and bias
+alone; by name, since not every release of PEFT has them all.
+"""
 
 Layers = dict[str, tuple[Any, dict[str, str]]]
 """By key of the model's state: the LoRA layer that it is of, and the key of each of its parameters,
@@ -80,9 +79,10 @@ def _unknown(layer: Any, keys: Mapping[str, list[str]]) -> str | None:
     Args:
         keys: all of each parameter in the model's state.
     """
-    others = ({_class(layer)} - CLASSES) | (set(map(type, layer.lora_variant.values())) - VARIANTS)
+    classes = _class(layer), *map(type, getattr(layer, "lora_variant", {}).values())
+    others = {f"{each.__module__}.{each.__qualname__}" for each in classes} - KNOWN
     if others:
-        return f"is a {' and a '.join(f'{each.__module__}.{each.__name__}' for each in others)}"
+        return f"is a {' and a '.join(sorted(others))}"
     if layer.merged:
         return "is merged already"
     if any(len(found) != 1 for found in keys.values()):
