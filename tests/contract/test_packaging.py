@@ -38,6 +38,7 @@ BUILT_FROM = ("pyproject.toml", "README.md", "LICENSE", "Makefile", ENVIRONMENT)
 OPTIONAL = {
     "triton",  # torch brings it where it has CUDA; what imports it does without it elsewhere
     "matplotlib",  # of `report --plot`, which says so
+    "peft",  # which verl requires, and has made the adapters with that are looked at
 }
 
 IN_HYDRA = """

@@ -352,6 +352,8 @@ def test_a_parameter_that_is_replaced_while_it_is_exported_is_traced_again(monke
 class SelfTracing:
     """Sources that trace themselves; `seen`: exports and publications until then, each time."""
 
+    needs_an_export = True
+
     def __init__(self, case):
         self._case, self.seen = case, []
 
