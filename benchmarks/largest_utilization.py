@@ -128,7 +128,8 @@ def estimate(arm: str, trainer: str, model: str, gpu_bytes: int) -> float:
     beside = RESERVE_BYTES
     if not ARMS[arm][1]:
         beside += BUCKETS_BYTES
-        beside += weights_bytes(model, MASTER_ITEMSIZE) if trainer == "fsdp1" else 0
+        # On one GPU FSDP1 copies the whole state that it hands out.
+        beside += 2 * weights_bytes(model, MASTER_ITEMSIZE) if trainer == "fsdp1" else 0
     return 1 - beside / gpu_bytes
 
 

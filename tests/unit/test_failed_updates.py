@@ -299,7 +299,7 @@ def test_what_does_not_fit_is_named_and_not_published_but_with_a_warning(
 def test_a_reply_tells_that_a_kernel_does_not_work(engine, monkeypatch):
     monkeypatch.setattr(weights, "fallbacks", ["torch copies weights, slower"])
     assert engine.session(3.0) == []
-    assert engine.last.remarks == weights.fallbacks
+    assert engine.last.remarks == ["in the engine torch copies weights, slower"]
 
 
 # SGLang's own update.

@@ -1,27 +1,32 @@
 """FSDP1's flat parameters are found in the ranks' shards: real FSDP1, verl's export, gloo."""
 
+from itertools import accumulate
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 from support.assembled import misplaced
 from unit.route_ranks import export_of, sharded
 from unit.trainer_ranks import WORLD_SIZE, trainer_group
-from verl_sglang_sync.verl import flat_parameters
-from verl_sglang_sync.verl.exports import flat_parameters as sources_of
+from verl_sglang_sync.sources.snapshot import SourcesChanged
+from verl_sglang_sync.verl import exports, flat_parameters
+from verl_sglang_sync.verl.exports import _repeatable
 
 CPU = torch.device("cpu")
+BF16 = MixedPrecision(param_dtype=torch.bfloat16)
 
 
-def traced(kind, device=CPU, **options):
+def traced(kind, device=CPU, change=lambda model: None, **options):
     """A model's export under FSDP1, its source map, and why it cannot be traced."""
     from verl_sglang_sync.sources.source_map import SourceMap
 
-    export = export_of(sharded(kind, strategy="fsdp1", **options))
+    model = sharded(kind, strategy="fsdp1", **options)
+    change(model)
+    export = export_of(model)
     source_map = SourceMap(trainer_group(2)[0], device)
     return export, source_map, source_map.trace(export)
 
@@ -43,7 +48,7 @@ def assemble(kind, rows, options):
     ("kind", "rows", "options", "holders"),
     [
         ("tied", 1, {}, [(0,), (1,), (2,), (3,)]),
-        ("moe", 1, {"use_orig_params": True}, [(0,), (1,), (2,), (3,)]),  # with padding between
+        ("moe", 1, {"mixed_precision": BF16}, [(0,), (1,), (2,), (3,)]),
         ("vl", 1, {}, [(0,), (1,), (2,), (3,)]),
         ("dense", 2, {"sharding_strategy": ShardingStrategy.HYBRID_SHARD}, [(0, 2), (1, 3)]),
         ("dense", 1, {"sharding_strategy": ShardingStrategy.NO_SHARD}, [(0, 1, 2, 3)]),
@@ -56,36 +61,79 @@ def test_every_exported_weight_is_a_run_of_the_shards(pool, kind, rows, options,
 
 
 def refuse():
-    """Why nothing is traced: offloaded, and where FSDP1 has the weights in another order."""
-    _, _, offloaded = traced("dense", torch.device("cuda"))
-    sizes = flat_parameters.accumulate
-    with mock.patch.object(
-        flat_parameters, "accumulate", lambda all_, initial: sizes(all_, initial=8)
-    ):
+    """Why nothing is traced."""
+
+    def shifted(sizes, initial):
+        return accumulate(sizes, initial=8)
+
+    with mock.patch.object(flat_parameters, "accumulate", shifted):
         _, _, elsewhere = traced("dense")
-    return offloaded, elsewhere
+    others = (
+        {"device": torch.device("cuda")},
+        {"use_orig_params": True},
+        {"change": lambda model: model.register_buffer("count", torch.ones(1))},
+    )
+    return [elsewhere, *(traced("dense", **other)[2] for other in others)]
+
+
+REASONS = (
+    "FSDP1 has model.embed_tokens.weight of the root module elsewhere, or in other order",
+    "the parameters are offloaded (cpu)",
+    "FSDP1 keeps the original parameters (use_orig_params=True)",
+    "FSDP1 keeps count, a buffer, outside its flat parameters",
+)
 
 
 def test_what_lies_elsewhere_is_not_traced(pool):
-    for offloaded, elsewhere in pool.run(refuse):
-        assert "the root module is on cpu, the engine on cuda" in offloaded
-        assert (
-            "FSDP1 has model.embed_tokens.weight of the root module elsewhere, or in other order"
-            in elsewhere
-        )
+    for found in pool.run(refuse):
+        for reason, said in zip(REASONS, found, strict=True):
+            assert reason in said
+
+
+def replace_data():
+    """Whether it is noticed that parameters have other data than FSDP1 has noted."""
+    models = []
+    export, source_map, _ = traced("dense", change=models.append)
+    list(export)  # FSDP1 notes them
+    source_map.current(export, source_map.traced)
+    for parameter in models[0].parameters():
+        parameter.data = parameter.data.clone()
+    try:
+        source_map.current(export, source_map.traced)
+    except SourcesChanged as error:
+        return str(error)
+
+
+def test_other_data_than_fsdp1_has_noted_are_noticed(pool):
+    assert set(pool.run(replace_data)) == {"a flat parameter has other data than FSDP1 has noted"}
 
 
 def engines():
-    """Whose exports have flat parameters: only without an adapter and quantisation."""
+    """Whose exports have flat parameters."""
+    from verl.workers.engine import FSDPEngine
+
+    def sources(method=FSDPEngine.get_per_tensor_param, **attributes):
+        config = SimpleNamespace(lora={}, hf_config=SimpleNamespace(model_type="qwen3"))
+        plain = {"module": model, "model_config": config, "_qat_enabled": False}
+        method = getattr(method, "__wrapped__", method)
+        export, _ = _repeatable(method)(SimpleNamespace(**{**plain, **attributes}))
+        return getattr(export, "sources", None) is not None
+
+    def average(engine, **_):
+        return iter([]), None
+
     model = sharded("dense", strategy="fsdp1")
-    hf_config = SimpleNamespace(model_type="qwen3")
-    config = SimpleNamespace(hf_config=hf_config)
-    plain = SimpleNamespace(module=model, model_config=config, _qat_enabled=False)
-    quantised = SimpleNamespace(module=model, model_config=config, _qat_enabled=True)
-    found = [sources_of(engine) is not None for engine in (plain, quantised, SimpleNamespace())]
-    model._fsdp_wrapped_module.peft_config = {}
-    return [*found, sources_of(plain) is not None]
+    adapted = mock.patch.object(model._fsdp_wrapped_module, "peft_config", {}, create=True)
+    found = [sources(), sources(average), flat_sources(model, _qat_enabled=True)]
+    with adapted:
+        return [*found, flat_sources(model, _qat_enabled=False)]
 
 
-def test_exports_that_change_the_weights_have_no_flat_parameters(pool):
+def flat_sources(model, **attributes):
+    config = SimpleNamespace(hf_config=SimpleNamespace(model_type="qwen3"))
+    engine = SimpleNamespace(module=model, model_config=config, **attributes)
+    return exports.flat_parameters(engine) is not None
+
+
+def test_only_verls_own_export_of_what_it_trains_has_flat_parameters(pool):
     assert pool.run(engines) == [[True, False, False, False]] * WORLD_SIZE

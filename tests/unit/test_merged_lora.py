@@ -140,7 +140,7 @@ def test_adapters_that_are_not_merged_are_verls(engine):
     from verl_sglang_sync.verl.merged_lora import merged_export
 
     engine.model_config.lora = {}
-    assert merged_export(Exports().verls, engine) is None
+    assert merged_export(engine) is None
 
 
 def test_verls_own_export_of_a_layer_that_we_do_not_know_is_right(world_of_one):

@@ -238,9 +238,10 @@ class WeightUpdate:
 
     @property
     def remarks(self) -> list[str]:
-        """For the reply to a good sync: of the manifest check, and of kernels that do not work."""
+        """For the reply to a good sync: of the manifest check, and of kernels that fail here."""
         check = self._verdict.remark() if self.manifest_check != "off" and self._verdict else ""
-        return [*([f"manifest check: {check}"] if check else []), *fallbacks]
+        replaced = [f"in the engine {fallback}" for fallback in fallbacks]
+        return [*([f"manifest check: {check}"] if check else []), *replaced]
 
     def _judge(self) -> list[str]:
         """Judge the tensors together; returns why nothing is published, the same on all ranks."""

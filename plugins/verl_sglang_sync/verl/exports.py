@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -46,13 +47,13 @@ def _repeatable(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def wrapper(engine: Any, *args: Any, **kwargs: Any) -> Any:
-        if _has_adapter(engine):
+        if is_verls_fsdp(method) and _has_adapter(engine):
             from verl_sglang_sync.verl.merged_lora import merged_export  # imports PEFT
 
-            if (merged := merged_export(method, engine)) is not None:
+            if (merged := merged_export(engine)) is not None:
                 return Reexport(merged), None
         repeat = functools.partial(_weights_of, method, engine, *args, **kwargs)
-        if (flat := flat_parameters(engine)) is not None:
+        if is_verls_fsdp(method) and (flat := flat_parameters(engine)) is not None:
             return Reexport(repeat, sources=flat), None
         # verl's call in disaggregated mode. With an adapter FSDP gathers all base weights in this
         # call: here that is deferred until they are iterated over.
@@ -88,13 +89,25 @@ def _sources_of(engine: Any) -> Sources | None:
     return module_state(module)  # type: ignore[arg-type]
 
 
+def is_verls_fsdp(method: Callable[..., Any]) -> bool:
+    """True if a `get_per_tensor_param` is that of verl's FSDP engine: we know what it exports, and
+    it is not, say, an average of weights that a class of the user's own exports.
+    """
+    from verl.workers.engine import FSDPEngine
+
+    return method is inspect.unwrap(FSDPEngine.get_per_tensor_param)
+
+
 def flat_parameters(engine: Any) -> FlatParameters | None:
-    """The sources of an export under FSDP1, which gathers all weights as soon as it is called."""
-    module = getattr(engine, "module", None)
-    if not isinstance(module, FullyShardedDataParallel) or _has_adapter(engine):
+    """The sources of an export under FSDP1, which gathers all weights as soon as it is called; None
+    where that adds to them.
+    """
+    module = engine.module
+    if not isinstance(module, FullyShardedDataParallel):
         return None
-    is_exported = not engine._qat_enabled
-    return FlatParameters(module, engine.model_config.hf_config.model_type) if is_exported else None
+    adds_to_it = _has_adapter(engine) or engine._qat_enabled
+    model_type = engine.model_config.hf_config.model_type
+    return None if adds_to_it else FlatParameters(module, model_type)
 
 
 def _has_adapter(engine: Any) -> bool:

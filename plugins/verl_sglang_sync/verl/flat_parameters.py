@@ -8,8 +8,7 @@ its bytes: in one shard, or in several that follow each other.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import accumulate, compress
-from operator import not_
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from verl_sglang_sync.sources.export_trace import (
     TracedParameter,
     trace_export,
 )
+from verl_sglang_sync.sources.snapshot import SourcesChanged
 from verl_sglang_sync.sources.transfer_plan import Owners
 
 
@@ -55,9 +55,13 @@ class FlatParameters:
         from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
         weights: dict[str, StandIn] = {}
+        if (buffer := next(_persistent_buffers(self._module), None)) is not None:
+            raise NotTraceable(f"FSDP1 keeps {buffer}, a buffer, outside its flat parameters")
         for name, handle in self._handles():
             if (place := _shard(handle).device).type != device.type:
-                raise NotTraceable(f"{_label(name)} is on {place}, the engine on {device}")
+                raise NotTraceable(f"the parameters are offloaded ({place})")
+            if handle._use_orig_params:  # what is assigned to them is not in the shards at once
+                raise NotTraceable("FSDP1 keeps the original parameters (use_orig_params=True)")
             for key, weight in _weights_in(name, handle).items():
                 weights[f"{name}.{key}" if name else key] = weight
         named = {key: stand_in.tensor for key, stand_in in weights.items()}
@@ -82,10 +86,23 @@ def _label(module: str) -> str:
     return module or "the root module"
 
 
+def _persistent_buffers(module: torch.nn.Module) -> Iterator[str]:
+    for name, part in module.named_modules():
+        for buffer in part._buffers.keys() - part._non_persistent_buffers_set:
+            yield clean_tensor_name(f"{name}.{buffer}").lstrip(".")
+
+
 def _shard(handle: Any) -> torch.Tensor:
-    """This rank's shard, also while FSDP1 has the gathered parameter in its place."""
+    """This rank's shard, also while FSDP1 has the gathered parameter in its place.
+
+    Raises:
+        SourcesChanged: somebody has given the parameter other data.
+    """
     flat = handle.flat_param
     shard: torch.Tensor = getattr(flat, "_local_shard", flat.data)  # set before it is gathered
+    is_sharded = (flat.shape, flat.dtype) == (shard.shape, shard.dtype)
+    if is_sharded and flat.data_ptr() != shard.data_ptr():
+        raise SourcesChanged("a flat parameter has other data than FSDP1 has noted")
     return shard
 
 
@@ -97,8 +114,7 @@ def _weights_in(module: str, handle: Any) -> dict[str, StandIn]:
     starts = tuple(i * shard.nbytes for i in range(len(shards)))
     owners = Owners(starts, tuple(shards), len(shards) * shard.nbytes)
     parameter = TracedParameter(_label(module), owners)
-    sizes = flat._numels_with_padding
-    firsts = compress(accumulate(sizes, initial=0), map(not_, flat._is_padding_mask))
+    firsts = accumulate(flat._numels[:-1], initial=0)
     first_own = handle.rank * shard.numel() if is_sharded else 0
     own = range(first_own, first_own + shard.numel())
     weights = {}

@@ -4,13 +4,12 @@ verl's own export of merged adapters loads the model onto the GPU, copies the ba
 host, merges into the live parameters, and restores them. Here PEFT merges into gathered copies of
 one layer after the other, wherever the model's own parameters are:
 
-    export = merged_export(method, engine)  # None: verl's own export has to do
+    export = merged_export(engine)  # None: verl's own export has to do
     for name, tensor in export(): ...       # collective over all ranks
 """
 
 from __future__ import annotations
 
-import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -24,7 +23,6 @@ from torch.distributed.tensor import DTensor
 from verl.utils.device import get_device_id
 from verl.utils.fsdp_utils import normalize_peft_param_name
 from verl.utils.model import convert_weight_keys
-from verl.workers.engine import FSDPEngine
 
 from verl_sglang_sync.report import warn_once
 from verl_sglang_sync.sources.export import NamedTensor
@@ -43,17 +41,11 @@ Layers = dict[str, tuple[Any, dict[str, str]]]
 by their names in the layer."""
 
 
-def merged_export(
-    method: Callable[..., Any], engine: Any
-) -> Callable[[], Iterator[NamedTensor]] | None:
-    """What makes the export of an engine that merges adapters; None where we do not do that.
-
-    Args:
-        method: the engine's `get_per_tensor_param`.
-    """
+def merged_export(engine: Any) -> Callable[[], Iterator[NamedTensor]] | None:
+    """What makes the export of an engine of verl's that merges adapters; None where verl does."""
     module = engine.module
-    is_ours = isinstance(module, FSDPModule) and bool(engine.model_config.lora.get("merge"))
-    if not is_ours or method is not inspect.unwrap(FSDPEngine.get_per_tensor_param):
+    merges = isinstance(module, FSDPModule) and engine.model_config.lora.get("merge")
+    if not merges:
         return None
     keys_of = defaultdict(list)
     for key, tensor in module.state_dict(keep_vars=True).items():

@@ -1,8 +1,8 @@
 """Triton, and whether our kernels work on a device.
 
 Where one does not, torch does the same, slower. That is logged where it happens; and since SGLang's
-processes log errors alone under verl, an engine tells its `fallbacks` in its reply to a sync, which
-the trainer logs.
+processes log errors alone under verl, an engine's first rank tells its `fallbacks` in the reply to
+a sync, which the trainer logs.
 """
 
 from __future__ import annotations
