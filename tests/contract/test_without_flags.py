@@ -15,6 +15,7 @@ import torch
 from aiohttp import web
 from tiny_assets import make_assets
 
+from sglang_loader.common.shared_memory import share_on_host
 from unit.composed_recipe import ROLLOUT, compose
 
 pytestmark = pytest.mark.e2e
@@ -103,13 +104,11 @@ def requests_of(adapter_class, rollout):
 
 
 def _weights():
-    """Several buckets of 1 MiB, of two dtypes."""
+    """Several buckets of 1 MiB, of two dtypes, and shared: verl would try that once only."""
     generator = torch.Generator().manual_seed(0)
     dtypes = (torch.float32, torch.bfloat16)
-    return [
-        (f"layer.{i}.weight", torch.randn(300, 700, generator=generator).to(dtypes[i % 2]))
-        for i in range(6)
-    ]
+    tensors = [torch.randn(300, 700, generator=generator).to(dtypes[i % 2]) for i in range(6)]
+    return [(f"layer.{i}.weight", share_on_host(tensor)) for i, tensor in enumerate(tensors)]
 
 
 def _readable(payload):
