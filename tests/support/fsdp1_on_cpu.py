@@ -17,9 +17,8 @@ _init = FullyShardedDataParallel.__init__
 
 @wraps(_init)
 def _shared(self: Any, *args: Any, **kwargs: Any) -> None:
-    from verl.workers.engine.fsdp import (
-        transformer_impl,
-    )  # which needs verl's platform: not earlier
+    # Not earlier: it needs verl's platform.
+    from verl.workers.engine.fsdp import transformer_impl
 
     transformer_impl.load_fsdp_model_to_gpu = lambda _: None
     _init(self, *args, **kwargs)

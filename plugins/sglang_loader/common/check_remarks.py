@@ -18,8 +18,8 @@ SUCCESS = "Success"
 
 def with_remarks(remarks: Iterable[str]) -> str:
     """The message of a successful update, with remarks of one line each."""
-    lines = [f"{REMARK}{remark}\n" for remark in remarks]
-    return "\n".join([SUCCESS, "".join(lines)]) if lines else SUCCESS
+    lines = "".join(f"{REMARK}{remark}\n" for remark in remarks)
+    return f"{SUCCESS}\n{lines}" if lines else SUCCESS
 
 
 def remarks_in(message: str) -> list[str]:

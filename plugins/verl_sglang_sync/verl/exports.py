@@ -47,14 +47,9 @@ def _repeatable(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def wrapper(engine: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_verls_fsdp(method) and _has_adapter(engine):
-            from verl_sglang_sync.verl.merged_lora import merged_export  # imports PEFT
-
-            if (merged := merged_export(engine)) is not None:
-                return Reexport(merged), None
         repeat = functools.partial(_weights_of, method, engine, *args, **kwargs)
-        if is_verls_fsdp(method) and (flat := flat_parameters(engine)) is not None:
-            return Reexport(repeat, sources=flat), None
+        if is_verls_fsdp(method) and (own := _without_a_call(engine, repeat)) is not None:
+            return own, None
         # verl's call in disaggregated mode. With an adapter FSDP gathers all base weights in this
         # call: here that is deferred until they are iterated over.
         is_lazy = not args and not kwargs and _has_adapter(engine)
@@ -96,6 +91,19 @@ def is_verls_fsdp(method: Callable[..., Any]) -> bool:
     from verl.workers.engine import FSDPEngine
 
     return method is inspect.unwrap(FSDPEngine.get_per_tensor_param)
+
+
+def _without_a_call(engine: Any, repeat: Callable[[], Iterable[NamedTensor]]) -> Reexport | None:
+    """The export of an FSDP engine of verl's whose method would gather, or load, all weights as
+    soon as it is called; None for others.
+    """
+    if _has_adapter(engine):
+        from verl_sglang_sync.verl.merged_lora import merged_export  # imports PEFT
+
+        merged = merged_export(engine)
+        return None if merged is None else Reexport(merged)
+    flat = flat_parameters(engine)
+    return None if flat is None else Reexport(repeat, sources=flat)
 
 
 def flat_parameters(engine: Any) -> FlatParameters | None:

@@ -17,7 +17,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 
 from sglang_loader.common.regions.compose import ByteMap
-from sglang_loader.common.regions.geometry import Region
 from verl_sglang_sync.collective import world_size
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.export_trace import (
@@ -124,8 +123,8 @@ def _weights_in(module: str, handle: Any) -> dict[str, StandIn]:
             where = f"{name} of {_label(module)}"
             raise NotTraceable(f"FSDP1 has {where} elsewhere, or in other order, than expected")
         tensor = torch.empty(shape, dtype=shard.dtype, device="meta")
-        region = Region(first * shard.itemsize, (max(tensor.nbytes, 1),), (1,), 1)
-        weights[clean_tensor_name(name)] = StandIn(tensor, parameter, ByteMap.of(region))
+        bytes_ = ByteMap(first * shard.itemsize, ((max(tensor.nbytes, 1), 1),))
+        weights[clean_tensor_name(name)] = StandIn(tensor, parameter, bytes_)
     for tied in flat._shared_param_infos:
         name = clean_tensor_name(f"{tied.prim_module_name}.{tied.prim_param_name}")
         weights[clean_tensor_name(f"{tied.module_name}.{tied.param_name}")] = weights[name]
