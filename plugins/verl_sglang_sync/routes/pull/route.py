@@ -17,7 +17,7 @@ changes is noticed before the engines may publish, and the sync is made again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, starmap
@@ -159,12 +159,12 @@ class Pull(Route):
         used = replace(located, handles=tuple({} for _ in located.handles))
         self._located = used if keep_mapped else None
 
-    def _confirm(self, located: Located, weights: Iterable[NamedTensor]) -> None:
+    def _confirm(self, located: Located, sources: Mapping[str, torch.Tensor]) -> None:
         """Raise `SourcesChanged` unless the parameters are what and where they were located."""
         assert self._plan is not None, "a route is proven with a plan"
         if self._stream.buckets != self._plan.buckets:
             raise SourcesChanged("the export is cut into other buckets")
-        located.snapshot.require_unchanged(require_sources(weights)())
+        located.snapshot.require_unchanged(sources)
 
     def _difference(self, sync: ExportedSync) -> str | None:
         """How the full export and this rank's shards differ; collective. Another export is made if
@@ -257,8 +257,12 @@ class PulledBuckets(SyncSource, Delivery):
     _keep_mapped: bool
 
     def start(self) -> None:
-        """Wait for what still writes the parameters: once all ranks have, any engine may read."""
+        """Wait for what still writes the parameters: once all ranks have, any engine may read. They
+        are held until the sync ends, so that whoever replaces one does not free what is read.
+        """
         synchronize(self._route._device)
+        with self._report.stage("confirm"):
+            self._sources = require_sources(self._weights)()
 
     def delivery(self, engines: Sequence[EngineRank], in_step: InStep) -> Delivery:
         """Have the engines map the parameters of all ranks with the first bucket. Raises
@@ -281,7 +285,7 @@ class PulledBuckets(SyncSource, Delivery):
 
     def confirm(self) -> None:
         with self._report.stage("confirm"):
-            self._route._confirm(self._located, self._weights)
+            self._route._confirm(self._located, self._sources)
 
     def end(self) -> None:
         self._report.num_pulled += len(self._route._stream.buckets)
