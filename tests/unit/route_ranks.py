@@ -92,8 +92,8 @@ def local_of(tensor):
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def export_of(model):
-    """What verl's FSDP engine exports, as our adapter gets it."""
+def export_of(model, method=None):
+    """What verl's FSDP engine exports, or another `method` of one, as our adapter gets it."""
     from verl.workers.engine.fsdp import transformer_impl
 
     from verl_sglang_sync.verl.exports import _repeatable
@@ -109,7 +109,7 @@ def export_of(model):
         _is_offload_param=False,
         _qat_enabled=False,
     )
-    method = transformer_impl.FSDPEngine.get_per_tensor_param
+    method = method or transformer_impl.FSDPEngine.get_per_tensor_param
     return _repeatable(getattr(method, "__wrapped__", method))(engine)[0]
 
 

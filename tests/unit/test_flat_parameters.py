@@ -14,7 +14,6 @@ from unit.route_ranks import export_of, sharded
 from unit.trainer_ranks import WORLD_SIZE, trainer_group
 from verl_sglang_sync.sources.snapshot import SourcesChanged
 from verl_sglang_sync.verl import exports, flat_parameters
-from verl_sglang_sync.verl.exports import _repeatable
 
 CPU = torch.device("cpu")
 BF16 = MixedPrecision(param_dtype=torch.bfloat16)
@@ -108,24 +107,18 @@ def test_other_data_than_fsdp1_has_noted_are_noticed(pool):
     assert set(pool.run(replace_data)) == {"a flat parameter has other data than FSDP1 has noted"}
 
 
+def average(engine, **_):
+    """The export of a class of the user's own."""
+    return iter([]), None
+
+
 def engines():
-    """Whose exports have flat parameters."""
-    from verl.workers.engine import FSDPEngine
-
-    def sources(method=FSDPEngine.get_per_tensor_param, **attributes):
-        config = SimpleNamespace(lora={}, hf_config=SimpleNamespace(model_type="qwen3"))
-        plain = {"module": model, "model_config": config, "_qat_enabled": False}
-        method = getattr(method, "__wrapped__", method)
-        export, _ = _repeatable(method)(SimpleNamespace(**{**plain, **attributes}))
-        return getattr(export, "sources", None) is not None
-
-    def average(engine, **_):
-        return iter([]), None
-
-    model = sharded("dense", strategy="fsdp1")
-    adapted = mock.patch.object(model._fsdp_wrapped_module, "peft_config", {}, create=True)
-    found = [sources(), sources(average), flat_sources(model, _qat_enabled=True)]
-    with adapted:
+    """Whose exports name their sources: flat parameters but for FSDP2."""
+    model, of_fsdp2 = sharded("dense", strategy="fsdp1"), sharded("dense", strategy="fsdp2")
+    exports = [export_of(each, method) for method in (None, average) for each in (model, of_fsdp2)]
+    found = [export.sources is not None for export in exports]
+    found.append(flat_sources(model, _qat_enabled=True))
+    with mock.patch.object(model._fsdp_wrapped_module, "peft_config", {}, create=True):
         return [*found, flat_sources(model, _qat_enabled=False)]
 
 
@@ -135,5 +128,5 @@ def flat_sources(model, **attributes):
     return exports.flat_parameters(engine) is not None
 
 
-def test_only_verls_own_export_of_what_it_trains_has_flat_parameters(pool):
-    assert pool.run(engines) == [[True, False, False, False]] * WORLD_SIZE
+def test_only_verls_own_export_of_what_it_trains_names_its_sources(pool):
+    assert pool.run(engines) == [[True, True, False, False, False, False]] * WORLD_SIZE

@@ -49,7 +49,8 @@ logger = logging.getLogger(__name__)
 
 NOT_TRACEABLE = (
     "weights are exported in full: the export does not name the parameters that it hands on as "
-    "they are (verl's does with FSDP and Megatron-Bridge; not with LoRA, mbridge or fp8)"
+    "they are (verl's does with FSDP and Megatron-Bridge; not with LoRA, mbridge or fp8, and not "
+    "that of an engine class of your own)"
 )
 
 

@@ -63,7 +63,8 @@ def _repeatable(method: Callable[..., Any]) -> Callable[..., Any]:
         adapter = None
         if peft_config is not None:
             adapter = functools.partial(method, engine, *args, **{**kwargs, "base_sync_done": True})
-        export: Iterable[NamedTensor] = Reexport(repeat, weights, _sources_of(engine), adapter)
+        sources = _sources_of(method, engine)
+        export: Iterable[NamedTensor] = Reexport(repeat, weights, sources, adapter)
         if (peft_config is None and _has_adapter(engine)) or _empties_storages(engine):
             export = transformed(export, _copied)
         return export, peft_config
@@ -76,8 +77,12 @@ def _weights_of(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterab
     return weights
 
 
-def _sources_of(engine: Any) -> Sources | None:
-    """The parameters that an engine's export reads; None if that is not known."""
+def _sources_of(method: Callable[..., Any], engine: Any) -> Sources | None:
+    """The parameters that an engine's export reads; None if that is not known: a class of the
+    user's own may export something else, say an average of weights, which a trace would spoil.
+    """
+    if not method.__module__.startswith("verl."):
+        return None
     module = getattr(engine, "module", None)
     if not isinstance(module, FSDPModule) or _has_adapter(engine):
         return bridge_sources(engine)
@@ -85,9 +90,7 @@ def _sources_of(engine: Any) -> Sources | None:
 
 
 def is_verls_fsdp(method: Callable[..., Any]) -> bool:
-    """True if a `get_per_tensor_param` is that of verl's FSDP engine: we know what it exports, and
-    it is not, say, an average of weights that a class of the user's own exports.
-    """
+    """True if a `get_per_tensor_param` is that of verl's FSDP engine, of which we know more."""
     from verl.workers.engine import FSDPEngine
 
     return method is inspect.unwrap(FSDPEngine.get_per_tensor_param)
