@@ -75,16 +75,16 @@ def count_loads(model: Any, named_tensors: NamedTensors) -> None:
     """
     from sglang_loader.hooks import weights
 
-    _count(weights, "serve_session")
+    _count(weights.Session, "serve")
     order = json.loads(named_tensors[0][0])
     rank = torch.distributed.get_rank()
     Path(order["folder"], f"loads{rank}.json").write_text(json.dumps(_loads["done"]))
     _loads.update(begun=0, done=0, nth=order["nth"], seconds=order["seconds"])
 
 
-def _count(module: Any, name: str) -> None:
-    """Wrap what serves sessions, which is looked up in its module at every request."""
-    serve = getattr(module, name)
+def _count(owner: Any, name: str) -> None:
+    """Wrap what serves sessions."""
+    serve = getattr(owner, name)
     if hasattr(serve, "__wrapped__"):
         return
 
@@ -97,4 +97,4 @@ def _count(module: Any, name: str) -> None:
         _loads["done"] += 1
         return result
 
-    setattr(module, name, counting)
+    setattr(owner, name, counting)

@@ -14,7 +14,7 @@ from sglang_loader.load_plan.compiler import compile_bucket, join_buckets
 from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.plan import LoadPlan, LoadWeights
 from sglang_loader.load_plan.tracer import trace_bucket
-from sglang_loader.load_plan.verify import CheckedDigests, check_bucket
+from sglang_loader.load_plan.verify import Digests, check_bucket
 
 
 def packed(weights: Iterable[tuple[str, torch.Tensor]]) -> tuple[BucketLayout, torch.Tensor]:
@@ -62,7 +62,7 @@ def self_check(
 
     Afterwards the weights are those of `buffers`, whatever the outcome.
     """
-    known = CheckedDigests()
+    known: Digests = {}
     for i, (bucket, buffer) in enumerate(zip(plan.buckets, buffers, strict=True)):
         reason = check_bucket(model, bucket, plan.destinations, load_weights, buffer, known)
         if reason is not None:

@@ -210,8 +210,10 @@ class ServingEngine:
             descriptor = decode_descriptor(handle)
             senders = group[0] if descriptor.senders else None
             models = [*self.drafts, model]
-            served = session.serve_session(descriptor, models, NO_STEPS, group[0], senders)
+            opened = session.Session(descriptor, models, NO_STEPS, group[0], senders)
             del senders
+            opened.serve()
+            served = opened
             if self.refuses is not None:
                 failures.append(f"TP rank {rank}: {self.refuses}")
         except Exception:
@@ -220,7 +222,7 @@ class ServingEngine:
         agreed.wait()
         time.sleep(self.tells_late_s)
         if served is not None:
-            served(failures)
+            served.conclude(failures)
 
     def _answer(self, reply, failures):
         if reply.cancelled():

@@ -10,11 +10,9 @@ from sglang_loader.common.session.messages import (
     BucketPiece,
     LoadBucket,
     SessionError,
-    SharedBuffer,
     encode_pieces,
 )
-from sglang_loader.common.shared_memory import share_storage
-from sglang_loader.session.mapped_memory import MappedMemory, SourceCache
+from sglang_loader.session.mapped_memory import SourceCache
 
 LAYOUT = BucketLayout.pack([("t", (4, 8), torch.uint8)])
 BUFFERS = {slot: torch.arange(64, dtype=torch.uint8) + 100 * slot for slot in range(2)}
@@ -23,22 +21,15 @@ ROWS = ((4, 4), (2, 16), (4, 1))
 SHARDS = ((0, 16, 16), (1, 32, 16))
 
 
-def source_of(*pieces):
-    torch.multiprocessing.set_sharing_strategy("file_system")
-    shared = {slot: buffer.clone().share_memory_() for slot, buffer in BUFFERS.items()}
-    buffers = [
-        SharedBuffer(
-            slot=slot, name=f"b{slot}", handle=share_storage(buffer.untyped_storage()), keep=False
-        )
-        for slot, buffer in shared.items()
-    ]
-    message = LoadBucket(
-        index=3, buffers=buffers, pieces=encode_pieces(pieces), layout=b"", read_only=True,
+def message(pieces):
+    return LoadBucket(
+        index=3, buffers=[], pieces=encode_pieces(pieces), layout=b"", read_only=True,
         arranged=False,
     )  # fmt: skip
-    memory = MappedMemory().begin_session(torch.device("cpu"))
-    memory.begin_bucket(message, LAYOUT)
-    return memory.source(message, LAYOUT.nbytes)
+
+
+def source_of(*pieces):
+    return SourceCache().of(message(pieces), BUFFERS, LAYOUT.nbytes)
 
 
 def test_a_piece_is_spread_over_the_shards_that_it_names():
@@ -62,7 +53,7 @@ def test_a_piece_may_be_strided_within_one_buffer():
         (BucketPiece(0, 0, 0, 32, ROWS, ((0, 16, 16), (2, 0, 16))), "slot 2: not mapped"),
         (
             BucketPiece(0, 0, 0, 32, ROWS, ((0, 16, 16), (1, 56, 16))),
-            "a shard of bucket 3 leaves the buffer of 64",
+            "needs 72 bytes of slot 1, whose buffer has 64",
         ),
         (BucketPiece(0, 0, 0, 32, ROWS, SHARDS[:1]), "leaves its memory"),
         (BucketPiece(0, 1, 0, 32, ROWS, SHARDS), "leaves its memory"),
@@ -78,17 +69,6 @@ def test_bytes_outside_of_what_is_mapped_are_refused(piece, reason):
 PIECES = [BucketPiece(3, 0, 0, 16), BucketPiece(1, 8, 16, 8)]
 
 
-def message(pieces=PIECES):
-    return LoadBucket(
-        index=0,
-        layout=b"layout",
-        pieces=encode_pieces(pieces),
-        buffers=[],
-        read_only=True,
-        arranged=False,
-    )
-
-
 def memory_in_slots(*sizes):
     """In slots 1 and 3."""
     memories = (torch.zeros(size, dtype=torch.uint8) for size in sizes)
@@ -97,22 +77,20 @@ def memory_in_slots(*sizes):
 
 def test_a_bucket_in_other_memory_has_the_map_that_it_had():
     sources, here, there = SourceCache(), memory_in_slots(16, 16), memory_in_slots(16, 16)
-    first = sources.of(message(), here, 24)
-    assert sources.of(message(), here, 24) is first
+    first = sources.of(message(PIECES), here, 24)
+    assert sources.of(message(PIECES), here, 24) is first
     sources.clear()
-    second = sources.of(message(), there, 24)
+    second = sources.of(message(PIECES), there, 24)
     assert second is not first
     assert second.map is first.map
     assert all(second.memories[slot] is there[slot] for slot in (1, 3))
 
 
-@pytest.mark.parametrize(
-    ("pieces", "sizes"), [(PIECES, (24, 16)), ([PIECES[0], BucketPiece(1, 0, 16, 8)], (16, 16))]
-)
-def test_other_pieces_or_lengths_have_another_map(pieces, sizes):
-    sources = SourceCache()
-    first = sources.of(message(), memory_in_slots(16, 16), 24)
-    assert sources.of(message(pieces), memory_in_slots(*sizes), 24).map is not first.map
+def test_other_pieces_have_another_map():
+    sources, slots = SourceCache(), memory_in_slots(16, 16)
+    first = sources.of(message(PIECES), slots, 24)
+    others = message([PIECES[0], BucketPiece(1, 0, 16, 8)])
+    assert sources.of(others, slots, 24).map is not first.map
 
 
 def test_two_ways_of_a_bucket_are_remembered_and_older_ones_are_let_go():
@@ -129,10 +107,10 @@ def test_two_ways_of_a_bucket_are_remembered_and_older_ones_are_let_go():
 
 def test_a_known_map_is_refused_where_memory_or_the_bucket_is_too_small_now():
     sources = SourceCache()
-    sources.of(message(), memory_in_slots(16, 16), 24)
+    sources.of(message(PIECES), memory_in_slots(16, 16), 24)
     with pytest.raises(SessionError, match="leaves its memory"):
-        sources.of(message(), memory_in_slots(16, 15), 24)
+        sources.of(message(PIECES), memory_in_slots(16, 15), 24)
     with pytest.raises(SessionError, match="slot 1: not mapped"):
-        sources.of(message(), {3: torch.zeros(16, dtype=torch.uint8)}, 24)
+        sources.of(message(PIECES), {3: torch.zeros(16, dtype=torch.uint8)}, 24)
     with pytest.raises(SessionError, match="leaves the bucket's 16 bytes"):
-        sources.of(message(), memory_in_slots(16, 16), 16)
+        sources.of(message(PIECES), memory_in_slots(16, 16), 16)

@@ -61,11 +61,13 @@ class Worker:
     def weight_update_runners(self):
         return [("target", self.model_runner)]
 
-    def serve_session(self, descriptor, models, steps):
-        steps.after_join()
-        steps.before_loading(LAYOUT)
-        self.update()
-        return lambda failures: None
+    def open_session(self, descriptor, models, steps):
+        def serve():
+            steps.after_join()
+            steps.before_loading(LAYOUT)
+            self.update()
+
+        return SimpleNamespace(serve=serve, conclude=lambda failures: None)
 
 
 def updater_with(**fields):
@@ -101,7 +103,7 @@ def updater(world_of_one, monkeypatch):
     )
     guard = "_assert_weight_cache_inactive"  # asks the server's arguments, from 0.5.17 on
     monkeypatch.setattr(SchedulerWeightUpdaterManager, guard, lambda *_: None, raising=False)
-    monkeypatch.setattr(weight_updater_hooks, "serve_session", made.tp_worker.serve_session)
+    monkeypatch.setattr(weight_updater_hooks, "Session", made.tp_worker.open_session)
     descriptor = SimpleNamespace(manifest_check="off", syncs_draft=False, group="", senders="")
     monkeypatch.setattr(weight_updater_hooks, "decode_descriptor", lambda invitation: descriptor)
     return made

@@ -77,7 +77,7 @@ class Engine(threading.Thread):
     Args:
         encoded: the trainer's descriptor.
         model: to be loaded.
-        after_join: as for `serve_session`; `after_load` likewise.
+        after_join: as in `SessionSteps`; `after_load` likewise.
 
     Attributes:
         error: what it raised.
@@ -99,12 +99,13 @@ class Engine(threading.Thread):
 
     def run(self):
         try:
-            conclude = session.serve_session(self._descriptor, [self.model], self._steps)
+            opened = session.Session(self._descriptor, [self.model], self._steps)
+            opened.serve()
         except Exception as error:
             self.error = error
             return
         self.has_served = True
-        conclude([])
+        opened.conclude([])
 
 
 @pytest.fixture

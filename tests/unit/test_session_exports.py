@@ -389,7 +389,7 @@ def test_an_export_that_breaks_as_it_is_made_once_more_is_no_failure_of_the_sync
 def test_the_next_syncs_are_prepared_while_the_engine_loads_the_last_bucket(monkeypatch, fails):
     """It has been told by then that this is the last. A sync that fails then proves nothing."""
     case, is_told, is_prepared, events = Traceable(), Event(), Event(), []
-    finish, prepare = serve._Session._finish, case.route.prepare_to_learn
+    finish, prepare = serve.Session._finish, case.route.prepare_to_learn
 
     def finished(session, message):
         is_told.set()
@@ -405,7 +405,7 @@ def test_the_next_syncs_are_prepared_while_the_engine_loads_the_last_bucket(monk
         is_prepared.set()
 
     with monkeypatch.context() as patched:
-        patched.setattr(serve._Session, "_finish", finished)
+        patched.setattr(serve.Session, "_finish", finished)
         patched.setattr(case.route, "prepare_to_learn", prepared)
         with pytest.raises(WeightSyncError, match="the engine broke") if fails else nullcontext():
             case.sync()

@@ -38,18 +38,31 @@ class BucketMap:
     """Pieces of one bucket, by ascending `start`. Compared by identity: it is the key of what is
     computed from it, for as long as it lives.
 
+    Attributes:
+        nbytes: end of the last piece.
+        needs: by slot, how long a memory must be for the pieces to lie in it.
+
     Raises:
-        ValueError: pieces overlap, or are out of order.
+        ValueError: pieces overlap, or are out of order, or one does not fit its length or shards.
     """
 
     def __init__(self, pieces: Sequence[BucketPiece]) -> None:
-        stop = 0
+        self.nbytes = 0
+        self.needs: dict[int, int] = {}
         for piece in pieces:
-            if piece.start < stop:
+            if piece.start < self.nbytes:
                 raise ValueError(
-                    f"a piece starts at byte {piece.start}, the one before it ends at {stop}"
+                    f"a piece starts at byte {piece.start}, the one before it ends at {self.nbytes}"
                 )
-            stop = piece.start + piece.nbytes
+            self.nbytes = piece.start + piece.nbytes
+            places = piece.bytes
+            shards = piece.shards or ((piece.slot, 0, places.stop),)
+            if places.nbytes != piece.nbytes or places.stop > sum(
+                nbytes for _, _, nbytes in shards
+            ):
+                raise ValueError(f"the piece at byte {piece.start} leaves its memory")
+            for slot, offset, nbytes in shards:
+                self.needs[slot] = max(self.needs.get(slot, 0), offset + nbytes)
         self.pieces = tuple(pieces)
         self._starts = [piece.start for piece in pieces]
 

@@ -34,7 +34,7 @@ from sglang_loader.host_backup.allocations import under_weights_tag
 from sglang_loader.host_backup.backup import backup_of, create_backup
 from sglang_loader.host_backup.completeness import Completeness
 from sglang_loader.session.findings import Verdict, listed
-from sglang_loader.session.serve import Conclude, SessionSteps, serve_session
+from sglang_loader.session.serve import Session, SessionSteps
 from sglang_loader.session.weight_check import (
     SyncView,
     cached_verdict,
@@ -95,7 +95,7 @@ def _reply(failures: list[str], remarks: Sequence[str] = (), *, is_busy: bool = 
 
 def _serve_session(update: WeightUpdate, updater: Any, request: Any) -> list[str]:
     """One whole sync; returns the failures of all ranks."""
-    served: list[Conclude] = []
+    served: list[Session] = []
 
     def descriptor_of_rank() -> SessionDescriptor:
         return decode_descriptor(
@@ -114,11 +114,13 @@ def _serve_session(update: WeightUpdate, updater: Any, request: Any) -> list[str
         steps = SessionSteps(
             after_join=update.flush, before_loading=update.begin_bucket, after_load=update.view_sync
         )
-        served.append(serve_session(descriptor, update.models, steps, *groups))
+        session = Session(descriptor, update.models, steps, *groups)
+        session.serve()
+        served.append(session)
 
     failures = update.run(load)
-    for conclude in served:
-        conclude(failures)
+    for session in served:
+        session.conclude(failures)
     return failures
 
 

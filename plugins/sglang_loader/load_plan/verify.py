@@ -21,8 +21,8 @@ device; no host copy is made.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import groupby
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -59,12 +59,8 @@ _MIRRORS = {  # infinities and NaNs lie above the finite numbers, or at 0x80
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@dataclass
-class CheckedDigests:
-    """Digests of all storages after the last check that succeeded; empty before the first."""
-
-    storages: tuple[StorageEntry, ...] = ()
-    values: list[tuple[int, ...]] = field(default_factory=list)
+Digests: TypeAlias = dict[StorageEntry, tuple[int, ...]]
+"""128 bits for each storage."""
 
 
 def check_bucket(
@@ -73,7 +69,7 @@ def check_bucket(
     destinations: Destinations,
     load_weights: LoadWeights,
     buffer: torch.Tensor,
-    last: CheckedDigests | None = None,
+    known: Digests | None = None,
 ) -> str | None:
     """Prove one bucket's plan against the eager loader; returns the difference, or None.
 
@@ -82,12 +78,15 @@ def check_bucket(
     what there was before the scrambled copy.
 
     Args:
-        last: digests of the check before, if nothing was loaded since: expected again of the
-            storages that the plan does not touch. Updated in place.
+        known: digests after the check before, if nothing was loaded since: expected again of the
+            storages that the plan does not touch. Updated in place; empty after a failed check.
     """
     source = buffer[: bucket.layout.nbytes]
     load_weights(iter(bucket.layout.views(source.clone())))
-    expected = _expected(bucket, destinations, last)
+    known = {} if known is None else known
+    storages, touched = destinations.storages, bucket.touched
+    new = [i for i, storage in enumerate(storages) if i in touched or storage not in known]
+    known.update(_digests(destinations, new))
     read: list[tuple[torch.Tensor, torch.Tensor]] = []  # of the model, and what it held
 
     def differs() -> str | None:
@@ -100,8 +99,8 @@ def check_bucket(
         moved = first_difference(destinations, collect_destinations(model))
         if moved is not None:
             return f"load_weights rebinds tensors: {moved}"
-        found = digest(destinations)
-        different = [i for i, value in enumerate(expected) if value != found[i]]
+        found = _digests(destinations, range(len(storages)))
+        different = [i for i, storage in enumerate(storages) if found[storage] != known[storage]]
         names = [name for i in different for name in destinations.names_of(i)]
         if not names:
             return None
@@ -115,9 +114,7 @@ def check_bucket(
         for piece, before in read:  # a maximum, say, of what comes and what is there
             piece.copy_(before)
         load_weights(iter(bucket.layout.views(source.clone())))
-    if last is not None:
-        last.storages = destinations.storages if reason is None else ()
-        last.values = expected
+        known.clear()
     return reason
 
 
@@ -145,29 +142,14 @@ def why_misarranged(
     return None
 
 
-def _expected(
-    bucket: BucketPlan, destinations: Destinations, last: CheckedDigests | None
-) -> list[tuple[int, ...]]:
-    """The digests after an eager load."""
-    if last is None or last.storages != destinations.storages:
-        return digest(destinations)
-    values, touched = list(last.values), sorted(bucket.touched)
-    for i, value in zip(touched, digest(destinations, touched), strict=True):
-        values[i] = value
-    return values
-
-
-def digest(
-    destinations: Destinations, storages: Sequence[int] | None = None
-) -> list[tuple[int, ...]]:
-    """128 bits for each storage, taken on its device; one transfer to the host per device."""
-    wanted = range(len(destinations.storages)) if storages is None else storages
-    found: dict[int, tuple[int, ...]] = {}
+def _digests(destinations: Destinations, wanted: Sequence[int]) -> Digests:
+    """Of these storages, taken on their devices; one transfer to the host per device."""
+    found: Digests = {}
     for device in dict.fromkeys(destinations.storages[i].device for i in wanted):
         here = [i for i in wanted if destinations.storages[i].device == device]
         values = digests([destinations.memory[i] for i in here]).tolist()
-        found.update(zip(here, map(tuple, values), strict=True))
-    return [found[i] for i in wanted]
+        found.update(zip((destinations.storages[i] for i in here), map(tuple, values), strict=True))
+    return found
 
 
 def scramble(layout: BucketLayout, buffer: torch.Tensor) -> torch.Tensor:

@@ -103,11 +103,23 @@ class SourceCache:
             SessionError: a piece lies in no buffer, or leaves it or the bucket.
         """
         entries = self._by_index[message.index]
-        entry = next((each for each in entries if each.matches(message, slots, nbytes)), None)
+        entry = next((each for each in entries if each.pieces == message.pieces), None)
         if entry is None:
-            entry = _CachedSource.of(message, slots, nbytes)
+            entry = _CachedSource(message.pieces, _map_of(message))
             entries.append(entry)
-        memories = {slot: slots[slot] for slot in entry.sizes}
+        for slot, needed in entry.map.needs.items():
+            if slot not in slots:
+                raise SessionError(f"bucket {message.index} lies in slot {slot}: not mapped")
+            if slots[slot].numel() < needed:
+                raise SessionError(
+                    f"bucket {message.index} leaves its memory: it needs {needed} bytes of slot "
+                    f"{slot}, whose buffer has {slots[slot].numel()}"
+                )
+        if entry.map.nbytes > nbytes:
+            raise SessionError(
+                f"a piece of bucket {message.index} leaves the bucket's {nbytes} bytes"
+            )
+        memories = {slot: slots[slot] for slot in entry.map.needs}
         source = entry.source
         if source is None or any(source.memories[slot] is not memories[slot] for slot in memories):
             source = entry.source = BucketSource(entry.map, memories)
@@ -121,48 +133,16 @@ class SourceCache:
 
 @dataclass
 class _CachedSource:
-    """The encoded pieces of a message, the bucket's size, the length of the buffer in each slot
-    that the pieces lie in, and the map and last source made of them.
-    """
+    """The encoded pieces of a message, and the map and last source made of them."""
 
     pieces: bytes
-    nbytes: int
-    sizes: dict[int, int]
     map: BucketMap
     source: BucketSource | None = None
 
-    @classmethod
-    def of(
-        cls, message: wire.LoadBucket, buffers: Mapping[int, torch.Tensor], nbytes: int
-    ) -> _CachedSource:
-        pieces, sizes = wire.decode(wire.PIECES, message.pieces), dict[int, int]()
-        for piece in pieces:
-            for slot in (piece.slot, *(slot for slot, _, _ in piece.shards)):
-                if slot not in buffers:
-                    raise SessionError(f"bucket {message.index} lies in slot {slot}: not mapped")
-                sizes[slot] = buffers[slot].numel()
-            _check_within(piece, sizes, nbytes, message.index)
-        return cls(message.pieces, nbytes, sizes, BucketMap(pieces))
 
-    def matches(
-        self, message: wire.LoadBucket, buffers: Mapping[int, torch.Tensor], nbytes: int
-    ) -> bool:
-        """True if it is the same pieces, of as large a bucket, in buffers of the same lengths."""
-        if (message.pieces, nbytes) != (self.pieces, self.nbytes):
-            return False
-        return all(s in buffers and buffers[s].numel() == n for s, n in self.sizes.items())
-
-
-def _check_within(
-    piece: wire.BucketPiece, sizes: Mapping[int, int], bucket_nbytes: int, index: int
-) -> None:
-    """Raise SessionError unless a piece lies in its memory, and in the bucket."""
-    for slot, offset, length in piece.shards:
-        if offset + length > sizes[slot]:
-            raise SessionError(f"a shard of bucket {index} leaves the buffer of {sizes[slot]}")
-    room = sum(length for _, _, length in piece.shards) if piece.shards else sizes[piece.slot]
-    places = piece.bytes
-    if places.nbytes != piece.nbytes or places.stop > room:
-        raise SessionError(f"a piece of bucket {index} at byte {piece.start} leaves its memory")
-    if piece.start + piece.nbytes > bucket_nbytes:
-        raise SessionError(f"a piece of bucket {index} leaves the bucket's {bucket_nbytes} bytes")
+def _map_of(message: wire.LoadBucket) -> BucketMap:
+    try:
+        pieces = wire.decode(wire.PIECES, message.pieces)
+        return BucketMap(pieces)
+    except ValueError as error:
+        raise SessionError(f"bucket {message.index}: {error}") from None

@@ -20,7 +20,7 @@ from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, LoadWeights, Plan
 from sglang_loader.load_plan.trace import TracedBucket
 from sglang_loader.load_plan.tracer import trace_bucket
 from sglang_loader.load_plan.uses import BucketUses, uses_of
-from sglang_loader.load_plan.verify import CheckedDigests, check_bucket
+from sglang_loader.load_plan.verify import Digests, check_bucket
 
 
 class PlanRecorder:
@@ -37,7 +37,7 @@ class PlanRecorder:
 
     def restart(self) -> None:
         """Begin another sync: forget the last one, and digests of the model, which may be stale."""
-        self._digests = CheckedDigests()
+        self._digests: Digests = {}
         self._destinations: Destinations | None = None  # after the last traced bucket
         self._buckets: list[BucketPlan] = []
 

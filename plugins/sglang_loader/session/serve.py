@@ -1,8 +1,9 @@
 """The engine's end of one session: loads the buckets of one sync as the trainer announces them.
 
-`hooks.weights` calls `serve_session` in each TP worker for the request that opens a session. It
-returns when the device has every byte and the trainer has confirmed them, or raises. The trainer
-may write into a buffer again as soon as it gets `BucketDone`, sent after the stream has finished.
+`hooks.weights` has each TP worker serve a `Session` for the request that opens it. `serve` returns
+when the device has every byte and the trainer has confirmed them, or raises; `conclude` tells the
+trainer the outcome of all TP ranks. The trainer may write into a buffer again as soon as it gets
+`BucketDone`, sent after the stream has finished.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from sglang_loader.common.copies.strided import synchronize
 from sglang_loader.common.layout import BucketLayout, decode_layout
 from sglang_loader.common.regions.arrangement import arranged_nbytes
 from sglang_loader.common.session import messages as wire
-from sglang_loader.common.session.channel import Channel, engine_end
+from sglang_loader.common.session.channel import engine_end
 from sglang_loader.common.session.messages import FromTrainer, SessionDescriptor, SessionError
 from sglang_loader.common.shared_memory import CannotMap, host_id
 from sglang_loader.load_plan.arrange import ALL_WHOLE, ArrangedBuckets
@@ -58,47 +58,6 @@ class SessionSteps:
     after_load: Callable[[], None]
 
 
-Conclude = Callable[[Sequence[str]], None]
-"""Tells the trainer the outcome on all TP ranks: what went wrong, or nothing."""
-
-
-def serve_session(
-    descriptor: SessionDescriptor,
-    models: Sequence[Any],
-    steps: SessionSteps,
-    group: Any = None,
-    senders: Any = None,
-) -> Conclude:
-    """Serve the session that the descriptor invites to, until this rank has loaded every byte and
-    the trainer has sent its Commit; returns how to tell the trainer the outcome of all TP ranks.
-
-    Args:
-        descriptor: the trainer's; the signature of one with a group was checked.
-        models: those to be loaded; with speculative decoding two, the target last.
-        group: the process group in which buckets are broadcast; None if all are mapped.
-        senders: the process group in which all trainer ranks send, or None.
-
-    Raises:
-        SessionError: the trainer is gone, silent, aborted, or broke the protocol; or a proxy has
-            repeated the request, which is not executed again.
-        Exception: what a step or a model's `load_weights` raised; the trainer gets the traceback
-            too.
-    """
-    if descriptor in _served_descriptors:
-        raise SessionError("the same request has come before: it is not executed again")
-    _served_descriptors.append(descriptor)
-    return partial(_conclude, _Session(descriptor, models, steps, group, senders).run())
-
-
-def _conclude(channel: Channel[FromTrainer], failures: Sequence[str]) -> None:
-    with suppress(SessionError):  # the reply to the request says it, too
-        if failures:
-            channel.send(wire.Failed, traceback="\n".join(failures))
-        else:
-            channel.send(wire.Published)
-    channel.close()
-
-
 _served_descriptors: deque[SessionDescriptor] = deque(maxlen=NUM_DESCRIPTORS)
 _last_distinct: tuple[BucketLayout, ...] = ()
 mapped = MappedMemory()
@@ -118,22 +77,37 @@ def _when_done(device: torch.device, *, on_current_stream: bool) -> torch.cuda.E
     return event
 
 
-class _Session:
-    """The engine's part of one session."""
+class Session:
+    """The engine's part of one session.
+
+    Args:
+        descriptor: the trainer's; the signature of one with a group was checked.
+        models: those to be loaded; with speculative decoding two, the target last.
+        steps: called in the course of the session.
+        group: the process group in which buckets are broadcast; None if all are mapped.
+        senders: the process group in which all trainer ranks send, or None.
+
+    Raises:
+        SessionError: a proxy has repeated the request, which is not executed again.
+    """
 
     def __init__(
         self,
         descriptor: SessionDescriptor,
         models: Sequence[Any],
         steps: SessionSteps,
-        group: Any,
-        senders: Any,
+        group: Any = None,
+        senders: Any = None,
     ) -> None:
+        if descriptor in _served_descriptors:
+            raise SessionError("the same request has come before: it is not executed again")
+        _served_descriptors.append(descriptor)
         self._descriptor = descriptor
         self._steps = steps
         self._loaders: list[ModelLoader] = [loader_of(model) for model in models]
         self._models = models
         self._device = device = device_of(models[0])
+        self._channel = engine_end(descriptor.endpoint, is_signed=bool(descriptor.group))
         self._mapped = mapped.begin_session(device)
         self._received: GroupReceiver | None = None
         self._limit_s = descriptor.timeout_s
@@ -148,24 +122,35 @@ class _Session:
         self._seconds = dict.fromkeys(("waiting", "launching", "copying"), 0.0)
         self._has_released = False
 
-    def run(self) -> Channel[FromTrainer]:
-        """Serve until commit; tell the trainer of a failure before raising it."""
-        is_signed = bool(self._descriptor.group)
-        channel = engine_end(self._descriptor.endpoint, is_signed=is_signed)
-        channel.begin(self._descriptor.token, timeout_s=self._limit_s)
+    def serve(self) -> None:
+        """Serve until this rank has loaded every byte and the trainer has sent its Commit.
+
+        Raises:
+            SessionError: the trainer is gone, silent, aborted, or broke the protocol.
+            Exception: what a step or a model's `load_weights` raised; the trainer gets the
+                traceback, too.
+        """
+        self._channel.begin(self._descriptor.token, timeout_s=self._limit_s)
         try:
-            self._serve(channel)
+            self._serve()
         except Exception as error:
             text = f"TP rank {tp_rank()}: {traceback.format_exc()}"
             cannot_map = isinstance(error, CannotMap)
-            with suppress(SessionError), channel:  # the trainer may be what is gone
-                channel.send(wire.Failed, traceback=text, cannot_map=cannot_map)
+            with suppress(SessionError), self._channel:  # the trainer may be what is gone
+                self._channel.send(wire.Failed, traceback=text, cannot_map=cannot_map)
             raise
         finally:
             self._release_buffers()
-        return channel
 
-    def _serve(self, channel: Channel[FromTrainer]) -> None:
+    def conclude(self, failures: Sequence[str]) -> None:
+        """Tell the trainer the outcome on all TP ranks: what went wrong, or nothing."""
+        with suppress(SessionError), self._channel:  # the reply to the request says it, too
+            if failures:
+                self._channel.send(wire.Failed, traceback="\n".join(failures))
+            else:
+                self._channel.send(wire.Published)
+
+    def _serve(self) -> None:
         for model, loader in zip(self._models, self._loaders, strict=True):
             loader.start(
                 engine_context(model),
@@ -174,20 +159,20 @@ class _Session:
             )
         # The trainer may send no more than this: each loader has checked its plan in `start`.
         self._arranged = common_arrangements([loader.arranged for loader in self._loaders])
-        channel.send(wire.Hello, buffers=mapped.names, arrangements=self._arranged.digest)
+        self._channel.send(wire.Hello, buffers=mapped.names, arrangements=self._arranged.digest)
         self._steps.after_join()
         for loader in self._loaders:
             loader.check_addresses()
-        _expect(wire.Welcome, channel.receive(timeout_s=HANDSHAKE_TIMEOUT_S))
+        _expect(wire.Welcome, self._channel.receive(timeout_s=HANDSHAKE_TIMEOUT_S))
         while True:
-            message = self._next_message(channel)
+            message = self._next_message()
             if isinstance(message, wire.LoadBucket):
                 self._announce(message)
             elif isinstance(message, wire.Finish):
-                self._load_remaining(channel)
+                self._load_remaining()
                 outcome = self._finish(message)
                 self._steps.after_load()
-                channel.send(
+                self._channel.send(
                     wire.Loaded,
                     **asdict(outcome),
                     host=host_id(),
@@ -195,24 +180,24 @@ class _Session:
                     seconds=dict(self._seconds),
                 )
                 self._release_buffers()  # while the trainer's ranks agree
-                _expect(wire.Commit, channel.receive())
+                _expect(wire.Commit, self._channel.receive())
                 return
             else:
                 _expect(wire.LoadBucket, message)
 
-    def _next_message(self, channel: Channel[FromTrainer]) -> FromTrainer:
+    def _next_message(self) -> FromTrainer:
         """The trainer's next message. Until it comes, launch buckets as their bytes come, and tell
         the trainer which of them the device has finished.
         """
-        while self._advance(channel) and not channel.has_message():
+        while self._advance() and not self._channel.has_message():
             pass
         with self._spending("waiting"):
-            return channel.receive()
+            return self._channel.receive()
 
-    def _advance(self, channel: Channel[FromTrainer]) -> bool:
+    def _advance(self) -> bool:
         """Report finished buckets, begin others, launch the next; False if none is left."""
-        self._report_finished(channel)
-        self._begin_buckets(channel)
+        self._report_finished()
+        self._begin_buckets()
         if self._begun and self._memory_of(self._begun[0][0]).has_arrived():
             with self._spending("launching"):
                 self._load(*self._begun.popleft())
@@ -223,16 +208,16 @@ class _Session:
             return False
         return True
 
-    def _report_finished(self, channel: Channel[FromTrainer]) -> None:
+    def _report_finished(self) -> None:
         """Tell the trainer of the oldest buckets that the device has finished with."""
         while self._in_flight:
             index, event = self._in_flight[0]
             if event is not None and not event.query():
                 return
             self._in_flight.popleft()
-            channel.send(wire.BucketDone, index=index)
+            self._channel.send(wire.BucketDone, index=index)
 
-    def _begin_buckets(self, channel: Channel[FromTrainer]) -> None:
+    def _begin_buckets(self) -> None:
         while self._announced:
             message, layout = self._announced[0]
             memory = self._memory_of(message)
@@ -241,7 +226,7 @@ class _Session:
             memory.begin_bucket(message, layout)
             self._begun.append(self._announced.popleft())
             if memory is self._received:
-                channel.send(wire.Receiving, index=message.index)
+                self._channel.send(wire.Receiving, index=message.index)
 
     def _memory_of(self, message: wire.LoadBucket) -> MappedMemory | GroupReceiver:
         """Where a bucket comes: in the receiver of the group, if any, or in mapped memory."""
@@ -253,16 +238,16 @@ class _Session:
             raise SessionError(f"bucket {message.index} lies in memory of another host")
         return self._mapped
 
-    def _load_remaining(self, channel: Channel[FromTrainer]) -> None:
+    def _load_remaining(self) -> None:
         """Load all announced buckets, wait for the device, and report them to the trainer."""
         while self._announced or self._begun:
-            self._advance(channel)
-            if channel.has_message():
-                _expect(wire.Abort, channel.receive())
+            self._advance()
+            if self._channel.has_message():
+                _expect(wire.Abort, self._channel.receive())
         if self._in_flight:
             with self._spending("copying"):
                 synchronize(self._device)
-            self._report_finished(channel)
+            self._report_finished()
 
     @contextmanager
     def _spending(self, what: str) -> Iterator[None]:

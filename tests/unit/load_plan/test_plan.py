@@ -15,7 +15,7 @@ from sglang_loader.load_plan.executor import PlanExecutor
 from sglang_loader.load_plan.plan import PlanRefused
 from sglang_loader.load_plan.tracer import trace_bucket
 from sglang_loader.load_plan.uses import uses_of
-from sglang_loader.load_plan.verify import CheckedDigests, check_bucket, poison, scramble
+from sglang_loader.load_plan.verify import check_bucket, poison, scramble
 from support.plan_check import differing, planned, random_bucket, self_check, snapshot, uncovered
 
 SOURCES = [("w", (6, 8), torch.float32), ("v", (6, 8), torch.float32), ("b", (8,), torch.bfloat16)]
@@ -520,7 +520,7 @@ def test_a_check_that_knows_the_one_before_finds_writes_elsewhere(hidden):
     plan = planned(model, first, second)
     (one, other), destinations = plan.buckets, plan.destinations
     model.load_weights(first[0].views(first[1].clone()))
-    after_one = CheckedDigests()
+    after_one = {}
     assert check_bucket(model, one, destinations, model.load_weights, first[1], after_one) is None
     for known in (after_one, None):
         reason = check_bucket(model, other, destinations, model.load_weights, second[1], known)
