@@ -117,8 +117,9 @@ def transport(groups, mode="flattened", **options):
     """A trainer of one rank; syncs `weights` when it is called."""
     settings = settings_of(mode, bucket_bytes=512, request_timeout_s=10, **options)
     made = disaggregated_transport(
-        groups=groups, settings=settings.for_session(), group=TrainerGroup(), device=CPU
+        address=groups.address, settings=settings, group=TrainerGroup(), device=CPU
     )
+    made._engines._groups = groups
 
     def sync(weights):
         return synced(made, weights, mode, replicas=groups.replicas)
