@@ -236,16 +236,9 @@ def result_or_reason(
         return None, traceback.format_exc()
 
 
-def common_reason(group: TrainerGroup, reason: str | None, signature: object = None) -> str | None:
-    """All ranks' reasons against something, or that their traces' signatures differ; None if there
-    is no reason; collective.
-    """
-    result = group.agree(reason, signature=signature)
-    if result.failures:
-        return "; ".join(result.failures)
-    if len(set(result.signatures)) > 1:
-        return "the ranks traced different exports"
-    return None
+def common_reason(group: TrainerGroup, reason: str | None) -> str | None:
+    """All ranks' reasons against something; None if there is no reason; collective."""
+    return "; ".join(group.agree(reason).failures) or None
 
 
 def world_size() -> int:

@@ -17,7 +17,7 @@ from support.sglang_server import loopback
 from support.trainer import Ranks, TrainerRank
 from verl_sglang_sync.collective import TorchTrainerGroup, WeightSyncError
 from verl_sglang_sync.engine.server_client.client import SGLangServerClient
-from verl_sglang_sync.engine.update_groups import Replica, UpdateGroups
+from verl_sglang_sync.engine.update_groups import Replica
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sync.transport import disaggregated_transport
 
@@ -46,7 +46,7 @@ class Sender:
     ) -> None:
         self._rank, self._targets, self._timeout_s = rank, targets, timeout_s
         self._address, self._settings = address, settings
-        self._made: dict[str, tuple[Any, Any]] = {}
+        self._made: dict[str, Any] = {}
         self._groups_seen: set[tuple[str, str]] = set()
 
     def sync(
@@ -57,13 +57,13 @@ class Sender:
         version: str = "v",
     ) -> dict[str, Any]:
         """Sync to some of the targets, or to all; the report."""
-        transport, _ = self._transport(mode)
         members = range(len(self._targets)) if members is None else members
         replicas = [
             Replica(identity=url, base_url=url, client=self._client(url), num_ranks=tp)
             for url, tp in (self._targets[i] for i in members)
         ]
         report = SyncReport(mode=mode, replica=None)
+        transport = self._transport(mode)
         asyncio.run(transport.sync(weights, version=version, report=report, replicas=replicas))
         return asdict(report)
 
@@ -79,43 +79,33 @@ class Sender:
         return {"error": error, "seconds": time.monotonic() - started}
 
     def _client(self, url: str) -> SGLangServerClient:
-        return SGLangServerClient(url, timeout_s=self._timeout_s, timeouts_s=self._timeouts_s)
-
-    @property
-    def _timeouts_s(self) -> dict[str, float]:
-        found: dict[str, float] = self._settings.get("timeouts_s", {})
-        return found
+        limits_s = self._settings.get("timeouts_s", {})
+        return SGLangServerClient(url, timeout_s=self._timeout_s, timeouts_s=limits_s)
 
     def num_formed(self, mode: str) -> int:
         """How many groups this rank's syncs have had; to be asked after each good one."""
-        groups = self._transport(mode)[1]
+        groups = self._transport(mode)._engines._groups
         if groups is not None:
             self._groups_seen.add((mode, groups.current.name))
         return sum(seen == mode for seen, _ in self._groups_seen)
 
     def close(self) -> None:
         """Dissolve the groups."""
-        for _, groups in self._made.values():
+        for transport in self._made.values():
+            groups = transport._engines._groups
             if groups is not None and groups.current is not None:
                 groups._dissolve(groups.current)
 
-    def _transport(self, mode: str) -> tuple[Any, Any]:
+    def _transport(self, mode: str) -> Any:
         if mode not in self._made:
-            groups = None
-            if self._rank.rank == 0:
-                groups = UpdateGroups(
-                    address=self._address or (loopback() if mode == "compiled" else "127.0.0.1"),
-                    device=self._rank.device,
-                    timeout_s=self._timeouts_s.get("group", self._timeout_s),
-                )
+            address = self._address or (loopback() if mode == "compiled" else "127.0.0.1")
             limit_s = self._timeout_s
-            transport = disaggregated_transport(
-                groups=groups,
+            self._made[mode] = disaggregated_transport(
+                address=address if self._rank.rank == 0 else None,
                 settings=settings_of(mode, request_timeout_s=limit_s, **self._settings),
                 group=TorchTrainerGroup(timeout_s=limit_s),
                 device=self._rank.device,
             )
-            self._made[mode] = transport, groups
         return self._made[mode]
 
 

@@ -36,8 +36,6 @@ class Groups:
         num_abandoned: groups that were given up.
     """
 
-    address = "127.0.0.1"
-
     def __init__(self):
         self.engines = [ServingEngine(tp=tp) for tp in TPS]
         self.num_abandoned = 0
@@ -117,8 +115,9 @@ def transport(groups, mode="flattened", **options):
     """A trainer of one rank; syncs `weights` when it is called."""
     settings = settings_of(mode, bucket_bytes=512, request_timeout_s=10, **options)
     made = disaggregated_transport(
-        groups=groups, settings=settings.for_session(), group=TrainerGroup(), device=CPU
+        address="127.0.0.1", settings=settings, group=TrainerGroup(), device=CPU
     )
+    made._engines._groups = groups
 
     def sync(weights):
         return synced(made, weights, mode, replicas=groups.replicas)

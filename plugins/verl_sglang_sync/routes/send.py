@@ -56,7 +56,7 @@ class SentBuckets(ShardBuckets):
         return starmap(ReadyBucket, enumerate(self.plan.buckets))
 
     def delivery(self, engines: Sequence[EngineRank], in_step: InStep) -> Delivery:
-        return SendDelivery(self._route, self.plan, engines, in_step, self.report)
+        return SendDelivery(self, self._route, engines, in_step)
 
     def end(self) -> None:
         self.report.num_sent += len(self.plan.buckets)
@@ -99,16 +99,10 @@ class SendDelivery(GroupDelivery):
     """Sends buckets by the all-to-alls of a plan: what this rank sends."""
 
     def __init__(
-        self,
-        route: Send,
-        plan: ShardPlan,
-        engines: Sequence[EngineRank],
-        in_step: InStep,
-        report: SyncReport,
+        self, sent: SentBuckets, route: Send, engines: Sequence[EngineRank], in_step: InStep
     ) -> None:
-        super().__init__(engines, route._limit_s, in_step, report)
-        self._plan = plan
-        self._group = route._process_group()
+        super().__init__(engines, route._limit_s, in_step, sent.report)
+        self._plan, self._group = sent.plan, route._process_group()
         self._nothing = torch.empty(0, dtype=torch.uint8, device=route._device)
 
     def deliver(self, ready: ReadyBucket) -> bool:

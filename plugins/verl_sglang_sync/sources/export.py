@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -35,19 +34,18 @@ class TensorsDiffer(ValueError):
 
 
 class Export:
-    """The trainer's export for one sync; `failed`: the export itself has raised, not its consumer.
+    """The trainer's export for one sync.
 
     A tied embedding is returned once: Megatron's last pipeline stage has a copy for the output
     layer, which mbridge exports under the embedding's name again. Other repetitions are errors.
     """
 
     def __init__(self, weights: Iterable[NamedTensor]) -> None:
-        self._source = chain.from_iterable((weights,))  # begins at the first tensor
+        self._source = _generator_of(weights)
         self._embeddings: dict[str, tuple[torch.Size, torch.Tensor]] = {}
         # An export that names its sources has each tensor once, and the first digest compiles a
         # kernel while the engines wait for the first bucket.
         self._may_repeat = getattr(weights, "sources", None) is None
-        self.failed = False
         self._stream = self._distinct()
 
     # A generator is fast enough for 18,867 tensors in a sync.
@@ -55,19 +53,10 @@ class Export:
         return self._stream
 
     def _distinct(self) -> Iterator[NamedTensor]:
-        is_ours = False  # True while the consumer runs
-        try:
-            for item in self._source:
-                is_ours = True
-                if not (self._may_repeat and item[0].endswith(EMBEDDING) and self._is_copy(*item)):
-                    yield item
-                del item  # so that its memory can be used for the next one
-                is_ours = False
-        except GeneratorExit:
-            raise
-        except BaseException:
-            self.failed = not is_ours
-            raise
+        for item in self._source:
+            if not (self._may_repeat and item[0].endswith(EMBEDDING) and self._is_copy(*item)):
+                yield item
+            del item  # so that its memory can be used for the next one
 
     def _is_copy(self, name: str, tensor: torch.Tensor) -> bool:
         """True if the same embedding came before; raises if it had other values."""
@@ -83,12 +72,15 @@ class Export:
         return True
 
     def drain(self) -> None:
-        """Run the export to its end, unless it has failed: its collectives need every rank."""
-        if self.failed:
-            return
+        """Run the export to its end: its collectives need every rank."""
         with suppress(Exception):
             for _ in self._source:
                 pass
+
+
+def _generator_of(weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+    """It begins at the first tensor, and is at its end when `weights` has failed."""
+    yield from weights
 
 
 @dataclass(eq=False)

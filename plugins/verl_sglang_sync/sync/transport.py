@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -276,25 +276,24 @@ def colocated_transport(
 
 
 def disaggregated_transport(
-    *,
-    groups: UpdateGroups | None,
-    settings: WeightSyncConfig,
-    group: TrainerGroup,
-    device: torch.device,
+    *, address: str | None, settings: WeightSyncConfig, group: TrainerGroup, device: torch.device
 ) -> SessionTransport:
     """Carries syncs to replicas on devices of their own.
 
     Args:
-        groups: on the trainer's first rank, which broadcasts; None on the others.
-        device: of the staging buffers and of the update group.
+        address: of the host of the trainer's first rank, as the replicas reach it; None on the
+            other ranks, which do not broadcast.
+        device: of the staging buffers and of the update groups.
     """
     settings = settings.for_session()
-    ring: StagingRing | None = None
-    if groups is not None:
-        ring = StagingRing(device, num_buffers=NUM_TRAVELLING, bucket_bytes=settings.bucket_bytes)
     limit_s = settings.timeouts_s.get("group", settings.request_timeout_s)
-    address = "" if groups is None else groups.address
-    senders = UpdateGroups(address=address, device=device, timeout_s=limit_s, trainers=group)
+    update_groups = partial(UpdateGroups, address=address or "", device=device, timeout_s=limit_s)
+    groups: UpdateGroups | None = None
+    ring: StagingRing | None = None
+    if address is not None:
+        groups = update_groups()
+        ring = StagingRing(device, num_buffers=NUM_TRAVELLING, bucket_bytes=settings.bucket_bytes)
+    senders = update_groups(trainers=group)
     engines = RemoteEngines(groups, senders, lambda: send.is_proven, settings)
     context = RouteContext(group, device, settings, lambda: engines.readers, world_size())
     folder = cache(SessionFolder)  # made when there is memory that engines map, which it lists

@@ -28,7 +28,7 @@ from verl_sglang_sync.collective import (
 from verl_sglang_sync.config import DISAGGREGATED_BACKEND, WeightSyncConfig
 from verl_sglang_sync.engine.server_client.client import SGLangServerClient
 from verl_sglang_sync.engine.server_client.operations import server_url
-from verl_sglang_sync.engine.update_groups import Replica, UpdateGroups
+from verl_sglang_sync.engine.update_groups import Replica
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sources.export import AdapterExport, NamedTensor
 from verl_sglang_sync.sync.adapter_sync import AdapterSync
@@ -221,18 +221,13 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if self._transport is None:
             from verl_sglang_sync.verl.rollout import current_device
 
-            device, groups, settings = current_device(), None, self._settings
+            device, settings = current_device(), self._settings
             _check_nccl(device)
-            if self._is_source:
-                groups = UpdateGroups(
-                    address=ray.util.get_node_ip_address().strip("[]"),
-                    device=device,
-                    timeout_s=settings.timeouts_s.get("group", settings.request_timeout_s),
-                )
+            address = ray.util.get_node_ip_address().strip("[]") if self._is_source else None
             group = self._group = TorchTrainerGroup(timeout_s=settings.request_timeout_s)
             self._adapter = AdapterSync(group)
             self._transport = disaggregated_transport(
-                groups=groups, settings=settings, group=group, device=device
+                address=address, settings=settings, group=group, device=device
             )
         return self._transport
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from verl.utils.device import get_device_id, get_device_name
@@ -22,12 +22,10 @@ from verl_sglang_sync.report import warn_once
 from verl_sglang_sync.stages import KV_CACHE
 from verl_sglang_sync.sync.sharding_manager import SGLangShardingManager
 from verl_sglang_sync.verl.adapter import collect_adapter
+from verl_sglang_sync.verl.checkpoint_engine import RolloutServer
 from verl_sglang_sync.verl.engine_format import EngineFormat
 from verl_sglang_sync.verl.exports import make_exports_repeatable
 from verl_sglang_sync.verl.upstream import complete_server_client
-
-if TYPE_CHECKING:
-    from verl_sglang_sync.verl.checkpoint_engine import RolloutServer
 
 LORA_SLEEP_LEVEL = 1  # verl: only the KV cache sleeps where a LoRA adapter is served
 
@@ -47,8 +45,6 @@ class WeightSyncRollout(ServerAdapter):  # type: ignore[misc]
 
     def rollout_server(self) -> RolloutServer | None:
         """The server that this rollout worker leads, for a trainer elsewhere, or None."""
-        from verl_sglang_sync.verl.checkpoint_engine import RolloutServer
-
         if self._settings is None:
             raise ValueError(
                 "checkpoint_engine.backend=sglang_sync needs a preset: +weight_sync=disaggregated"

@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from sglang_loader.common.regions.arrangement import Arrangement, Read
+from sglang_loader.common.regions.coalesce import join_adjacent
+from sglang_loader.common.regions.geometry import StridedCopy
 from sglang_loader.common.regions.intervals import merge, num_bytes, subtract
 from sglang_loader.common.session.messages import BucketPiece
 from verl_sglang_sync.sources.transfer_plan import Origin, Owners, shard_reads
@@ -129,7 +131,8 @@ def received(
         placed, of_ranks = _laid_out([parts[number] for parts in cut])
         sizes.append(of_ranks)
         for pairs in placed:
-            found += _pieces_at(base, pairs)
+            moved = [StridedCopy(0, base + at, r.start, (), r.nbytes) for r, at in pairs]
+            found += [BucketPiece(0, c.src, c.dst, c.run) for c in join_adjacent(moved)]
         base += sum(of_ranks)
     found.sort(key=lambda piece: piece.start)
     if joins:
@@ -228,20 +231,6 @@ def _laid_out(by_rank: Sequence[Sequence[Read]]) -> tuple[list[list[tuple[Read, 
         placed.append(pairs)
         sizes.append(-(-at // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
     return placed, sizes
-
-
-def _pieces_at(base: int, pairs: Sequence[tuple[Read, int]]) -> list[BucketPiece]:
-    """The pieces of parts at offsets counted from `base`; consecutive ones are joined."""
-    pieces: list[BucketPiece] = []
-    for read, place in pairs:
-        offset, start, nbytes = base + place, read.start, read.nbytes
-        if pieces:
-            last = pieces[-1]
-            if (last.offset + last.nbytes, last.start + last.nbytes) == (offset, start):
-                del pieces[-1]
-                offset, start, nbytes = last.offset, last.start, last.nbytes + nbytes
-        pieces.append(BucketPiece(0, offset, start, nbytes))
-    return pieces
 
 
 def total_nbytes(reads: Iterable[Read]) -> int:

@@ -10,7 +10,6 @@ are ranks of the group themselves ("send").
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
@@ -199,8 +198,7 @@ class ShardRoute(Route):
 
             self._plan, reason = result_or_reason(make)
             self._prepared_for = self._readers()
-        inputs = [each.digest for each in gathered], [bucket.digest for bucket in buckets]
-        agreed = common_reason(self._group, reason, zlib.crc32(repr(inputs).encode()))
+        agreed = common_reason(self._group, reason)
         if agreed is not None:
             self._plan = None
         return agreed
