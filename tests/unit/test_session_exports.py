@@ -34,11 +34,11 @@ both_modes = pytest.mark.parametrize("mode", MODES)
 class Trainer:
     """A rank on its own, and its engine."""
 
-    def __init__(self, mode, bucket_bytes=1024):
+    def __init__(self, mode):
         self.engine = ServingEngine()
         self.mode = mode
         options = {"manifest_check": "off", "free_cache_engine": False, "request_timeout_s": 20}
-        self.transport = colocated(self.engine, mode, bucket_bytes=bucket_bytes, **options)
+        self.transport = colocated(self.engine, mode, bucket_bytes=1024, **options)
 
     def sync(self, weights):
         """One sync; its report."""

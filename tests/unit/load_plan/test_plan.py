@@ -55,14 +55,14 @@ def planned_in_buckets(load_one, *parts):
     model = Model(load_one)
     buckets = [pack(seed, sources) for seed, sources in enumerate(parts)]
     plan = planned(model, *buckets)
-    assert self_check(model, plan, model.load_weights, [buffer for _, buffer in buckets]) is None
+    assert self_check(model, plan, [buffer for _, buffer in buckets]) is None
     return plan
 
 
 def assert_replays(load_one):
     """Compile, self-check, then replay other weights and compare with an eager load of the same."""
     model, layout, buffer, plan = planned_for(load_one)
-    assert self_check(model, plan, model.load_weights, [buffer]) is None
+    assert self_check(model, plan, [buffer]) is None
     _, other = pack(seed=1)
     model.load_weights(layout.views(other.clone()))
     expected = snapshot(plan.destinations)
@@ -198,7 +198,7 @@ def test_a_copy_stays_behind_a_step_that_reads_its_target(made):
     assert torch.equal(model.derived, source)
     # `buffer` is written, but an update also needs what was there: it is not covered.
     assert "buffer" not in plan.coverage
-    assert self_check(model, plan, model.load_weights, [buffer]) is not None
+    assert self_check(model, plan, [buffer]) is not None
 
 
 def test_buckets_are_planned_one_by_one():
@@ -422,7 +422,7 @@ def test_self_check_finds_writes_from_other_threads():
     assert plan.num_copies == 0
     traced = trace_bucket(model, model.load_weights, layout, buffer)
     assert uses_of(traced).unused == ["w", "v", "b"]
-    reason = self_check(model, plan, model.load_weights, [buffer])
+    reason = self_check(model, plan, [buffer])
     assert reason == "2 tensors differ from what load_weights loads: weight, bias16"
     assert torch.equal(model.weight[:6], layout.views(buffer)[0][1])
 
@@ -460,7 +460,7 @@ def test_self_check_finds_an_unseen_write_of_a_part_of_each_element(dtype, unsee
         buffer = torch.arange(20, 20 + layout.nbytes).to(torch.uint8)
     plan = planned(model, (layout, buffer))
     assert (plan.num_copies, plan.num_rest) == (1, 0)
-    reason = self_check(model, plan, model.load_weights, [buffer])
+    reason = self_check(model, plan, [buffer])
     assert reason == "1 tensors differ from what load_weights loads: buffer"
 
 
@@ -499,7 +499,7 @@ def test_self_check_finds_a_misplaced_copy_and_restores_the_weights():
     moved = dataclasses.replace(bucket.copies[0], src=bucket.copies[0].src + 4)
     for copies in ((moved, *bucket.copies[1:]), bucket.copies[1:]):
         broken = dataclasses.replace(plan, buckets=(dataclasses.replace(bucket, copies=copies),))
-        reason = self_check(model, broken, model.load_weights, [buffer])
+        reason = self_check(model, broken, [buffer])
         assert reason is not None and "differ" in reason
         assert differing(plan.destinations, expected) == ()
 
@@ -509,7 +509,7 @@ def test_a_failed_check_leaves_nothing_of_the_scrambled_bucket_in_what_loads_rea
         model.buffer.copy_(torch.maximum(model.buffer, w))
 
     model, layout, buffer, plan = planned_for(doing(w=load))
-    assert self_check(model, plan, model.load_weights, [buffer]) is not None
+    assert self_check(model, plan, [buffer]) is not None
     assert torch.equal(model.buffer, layout.views(buffer)[0][1].clamp(min=0))
 
 
