@@ -1,7 +1,7 @@
 """Custom weight loaders that load nothing, for a look into an engine's processes from a test.
 
 Each runs in every scheduler process, when an update names it, and is told what to do by the name of
-its one tensor. `support.trainer.ask_engine` makes such updates.
+its one tensor. `support.served.Served.ask` makes such updates.
 """
 
 import functools

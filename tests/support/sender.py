@@ -12,8 +12,8 @@ from dataclasses import asdict
 from typing import Any
 
 from support.exports import ShardedExport
+from support.hosts import loopback
 from support.settings import settings_of
-from support.sglang_server import loopback
 from support.trainer import Ranks, TrainerRank
 from verl_sglang_sync.collective import TorchTrainerGroup, WeightSyncError
 from verl_sglang_sync.engine.server_client.client import SGLangServerClient
