@@ -46,6 +46,7 @@ class Sender:
     ) -> None:
         self._rank, self._targets, self._timeout_s = rank, targets, timeout_s
         self._address, self._settings = address, settings
+        self._timeouts_s: dict[str, float] = settings.get("timeouts_s", {})
         self._made: dict[str, tuple[Any, Any]] = {}
         self._groups_seen: set[tuple[str, str]] = set()
 
@@ -80,11 +81,6 @@ class Sender:
 
     def _client(self, url: str) -> SGLangServerClient:
         return SGLangServerClient(url, timeout_s=self._timeout_s, timeouts_s=self._timeouts_s)
-
-    @property
-    def _timeouts_s(self) -> dict[str, float]:
-        found: dict[str, float] = self._settings.get("timeouts_s", {})
-        return found
 
     def num_formed(self, mode: str) -> int:
         """How many groups this rank's syncs have had; to be asked after each good one."""
