@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,19 +76,15 @@ def count_loads(model: Any, named_tensors: NamedTensors) -> None:
     """
     from sglang_loader.hooks import weights
 
-    _count(weights, "serve_session")
+    if not hasattr(weights.serve_session, "__wrapped__"):
+        weights.serve_session = _counted(weights.serve_session)
     order = json.loads(named_tensors[0][0])
     rank = torch.distributed.get_rank()
     Path(order["folder"], f"loads{rank}.json").write_text(json.dumps(_loads["done"]))
     _loads.update(begun=0, done=0, nth=order["nth"], seconds=order["seconds"])
 
 
-def _count(module: Any, name: str) -> None:
-    """Wrap what serves sessions, which is looked up in its module at every request."""
-    serve = getattr(module, name)
-    if hasattr(serve, "__wrapped__"):
-        return
-
+def _counted(serve: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(serve)
     def counting(*arguments: Any, **options: Any) -> Any:
         _loads["begun"] += 1
@@ -97,4 +94,4 @@ def _count(module: Any, name: str) -> None:
         _loads["done"] += 1
         return result
 
-    setattr(module, name, counting)
+    return counting
