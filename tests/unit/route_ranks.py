@@ -1,8 +1,8 @@
 """One trainer rank in the tests of routes: real FSDP2 models, verl's own export, syncs on gloo."""
 
 import types
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -272,11 +272,6 @@ class Rank:
         with fails if on in (None, dist.get_rank()) else nullcontext():
             self.sync()
 
-    def sync_with_spoiled_origins(self):
-        """A sync in which what is traced says of one tensor that it is another."""
-        with spoiled_origins():
-            self.sync()
-
     def step(self):
         """As an optimizer: in place, another value for each element."""
         with torch.no_grad():
@@ -302,23 +297,6 @@ class Rank:
                 parameter._local_tensor = moved.copy_(local)
                 moved.untyped_storage().share_memory_()
                 local.fill_(7)
-
-
-@contextmanager
-def spoiled_origins():
-    """What is traced says of one tensor that it is another."""
-    from verl_sglang_sync.sources import source_map
-
-    trace = source_map.trace_export
-
-    def spoiled(*args, **kwargs):
-        traced = trace(*args, **kwargs)
-        name = "model.layers.1.mlp.experts.2.up_proj.weight"
-        other = traced.tensors[name.replace("up_proj", "gate_proj")]
-        return replace(traced, tensors={**traced.tensors, name: other})
-
-    with mock.patch.object(source_map, "trace_export", spoiled):
-        yield
 
 
 def play(pool, kind, options, *steps):

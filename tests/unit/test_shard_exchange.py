@@ -1,6 +1,7 @@
 """Trainer ranks fill arranged buffers from their shards: real FSDP2 and verl's export, on gloo."""
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -19,11 +20,11 @@ from unit.route_ranks import (
     Rank,
     export_of,
     sharded,
-    spoiled_origins,
 )
 from unit.strided_moves import indices
 from unit.trainer_ranks import WORLD_SIZE, trainer_group
 from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.sources import source_map
 from verl_sglang_sync.sources.source_map import MAX_TRACES
 
 
@@ -41,9 +42,29 @@ class ExchangeRank(Rank):
         with mock.patch.object(broken, "between", fails if dist.get_rank() == 1 else works):
             self.sync()
 
+    def sync_with_spoiled_origins(self):
+        """A sync in which what is traced says of one tensor that it is another."""
+        with spoiled_origins():
+            self.sync()
+
     def trace_anew(self):
         """As another route might, before the exchange has looked at the parameters."""
         assert self.route._source_map.trace(self.export) is None
+
+
+@contextmanager
+def spoiled_origins():
+    """What is traced says of one tensor that it is another."""
+    trace = source_map.trace_export
+
+    def spoiled(*args, **kwargs):
+        traced = trace(*args, **kwargs)
+        name = "model.layers.1.mlp.experts.2.up_proj.weight"
+        other = traced.tensors[name.replace("up_proj", "gate_proj")]
+        return replace(traced, tensors={**traced.tensors, name: other})
+
+    with mock.patch.object(source_map, "trace_export", spoiled):
+        yield
 
 
 def prove_sending():
