@@ -27,7 +27,7 @@ from sglang_loader.load_plan.tracer import trace_bucket
 from sglang_loader.load_plan.uses import uses_of
 from support.plan_check import packed
 from support.remote import Remote, finish, results_of
-from support.sglang_server import environment
+from support.served import environment
 
 prepare_process()
 

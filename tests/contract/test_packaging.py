@@ -7,7 +7,6 @@ accident. The wheel is what `make dist` makes, which builds it from the sdist.
 
 import importlib.util
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -72,7 +71,7 @@ class Installation:
 
 
 def names_of(requirements):
-    """Canonical names of those that every installation needs."""
+    """Canonical names of those that every installation needs, without an extra."""
     found = map(Requirement, requirements)
     return {
         canonicalize_name(each.name)
@@ -200,7 +199,8 @@ class TestWheel:
         """Else a module of another distribution is there because verl or SGLang bring it today. And
         what verl leaves to an extra.
         """
-        assert {"transferqueue", "cachetools"} <= declared(metadata)
+        declared = names_of(metadata.get_all("Requires-Dist", []))
+        assert {"transferqueue", "cachetools"} <= declared
         provided_by = packages_distributions()
         modules = {module.partition(".")[0] for _, module, _ in imports()}
         imported = modules - sys.stdlib_module_names - {path.name for path in PLUGINS.iterdir()}
@@ -208,19 +208,9 @@ class TestWheel:
         missing = {
             module
             for module in imported - OPTIONAL
-            if not {normalised(name) for name in provided_by[module]} & declared(metadata)
+            if not {canonicalize_name(name) for name in provided_by[module]} & declared
         }
         assert not missing
-
-
-def declared(metadata):
-    """Names of the distributions that are required without an extra."""
-    requirements = map(Requirement, metadata.get_all("Requires-Dist", []))
-    return {normalised(r.name) for r in requirements if r.marker is None}
-
-
-def normalised(name):
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 class TestLoaded:

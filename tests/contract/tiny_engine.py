@@ -46,11 +46,11 @@ class TinyEngine:
         """One sync as a session makes it."""
         return sync(self.loader, self.model, weights, how)
 
-    def eager(self, weights, how="many"):
+    def eager(self, weights):
         """What SGLang's own loader leaves; the model is as it was before."""
         destinations = collect_destinations(self.model)
         before = snapshot(destinations)
-        load_eagerly(self.model, split(weights, how))
+        load_eagerly(self.model, split(weights, "many"))
         after = snapshot(destinations)
         for i, kept in enumerate(before):
             destinations.memory[i].copy_(kept)

@@ -23,10 +23,10 @@ from tiny_assets import make_assets
 
 from support.engine_loaders import HOST_LOADER
 from support.exports import calling_at
+from support.hosts import loopback
 from support.http_requests import post
 from support.sender import Senders
 from support.served import Served, served
-from support.sglang_server import loopback
 from support.trainer import Ranks
 from verl_sglang_sync.engine.server_client import operations
 from verl_sglang_sync.engine.session import EngineCannotMap
@@ -56,7 +56,7 @@ class Engines:
 
     @property
     def pids(self):
-        return [server.server.process.pid for server in self.servers]
+        return [server.process.pid for server in self.servers]
 
     def ranks(self, world_size):
         """Trainer ranks, whose group is their own."""
@@ -401,7 +401,7 @@ def test_a_server_that_dies_as_it_reads_in_place_is_named_and_the_others_are_sen
         targets = [engines.targets[1], (near.url, near.tp)]
         senders = Senders(ranks, targets, shards="mapped", timeout_s=20)
         assert senders.until_sent() and senders.sync(mode="compiled")["num_pulled"]
-        pid = near.server.process.pid
+        pid = near.process.pid
         seen = ranks.run(fail_amid_sending, partial(stop_engine, pid=pid, by=signal.SIGKILL))
         (error,) = {rank["error"] for rank in seen}
         assert near.url.removeprefix("http://") in error

@@ -77,10 +77,14 @@ def test_a_sync_that_its_trainer_has_given_up_is_never_published(
     manager = trainer.manager(mode, timeout_s=GIVEN_UP_AFTER_S, bucket_bytes=1 << 20, **settings)
     export, (pid,) = KeptExport(trainer.weights()), engine.schedulers
     weights, hashes = export.reexport(), {}
+    sources = weights.sources
 
     def stop():
+        """When the trainer looks where its tensors are."""
+        weights.sources = sources
         time.sleep(JOINS_WITHIN_S)
         os.kill(pid, signal.SIGSTOP)
+        return sources()
 
     for scale in (0.5, 2.0, 1.0):
         export.write(trainer.weights(scale))
@@ -90,7 +94,7 @@ def test_a_sync_that_its_trainer_has_given_up_is_never_published(
     if stops_in_load:
         engine.ask(STOP_LOADER)
     else:
-        export.before_reading = stop
+        weights.sources = stop
     try:
         assert sync_error(manager, weights, "given up") is not None
         assert psutil.Process(pid).status() == "stopped"

@@ -27,8 +27,8 @@ from support.ipc import serialize_handles
 from support.remote import Remote, finish, results_of
 from support.router import RouterProcess
 from support.sender import Sender
+from support.served import environment
 from support.settings import ENGINE_ON_A_CPU
-from support.sglang_server import environment
 from support.trainer import Ranks, read_hashes, sync_error
 from unit.composed_recipe import ROLLOUT, SECTION, compose
 from verl_sglang_sync.bench.engine_server import START_TIMEOUT_S

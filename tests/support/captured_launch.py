@@ -145,7 +145,7 @@ def captured_launch(hosts: Sequence[str]) -> Iterator[list[Launched]]:
         yield launched
 
 
-def hybrid_replica(recipe: Any, **more: Any) -> Any:
+def hybrid_replica(recipe: Any) -> Any:
     """The hybrid replica that verl makes of the recipe, of one GPU per node."""
     from verl.workers.rollout.replica import RolloutMode, RolloutReplicaRegistry
 
@@ -154,20 +154,18 @@ def hybrid_replica(recipe: Any, **more: Any) -> Any:
         config=recipe.actor_rollout_ref.rollout,
         model_config=recipe.actor_rollout_ref.model,
         gpus_per_node=1,
-        **more,
     )
     replica.rollout_mode = RolloutMode.HYBRID
     replica.workers = [Worker(rank) for rank in range(replica.world_size)]
     return replica
 
 
-async def launch_replica(recipe: Any, *, nnodes: int = 1, name_suffix: str = "") -> Any:
+async def launch_replica(recipe: Any, *, nnodes: int) -> None:
     """The recipe's replica, launched with our server class, which is taken out of its `ray.remote`
     and run here.
     """
-    replica = hybrid_replica(recipe, name_suffix=name_suffix)
+    replica = hybrid_replica(recipe)
     assert replica.nnodes == nnodes
     actor_class = replica.server_class.__ray_metadata__.modified_class
     replica.server_class = ActorClass(partial(_local_actor, actor_class))
     await replica.launch_servers()
-    return replica

@@ -1,7 +1,7 @@
 """Custom weight loaders that load nothing, for a look into an engine's processes from a test.
 
 Each runs in every scheduler process, when an update names it, and is told what to do by the name of
-its one tensor. `support.trainer.ask_engine` makes such updates.
+its one tensor. `support.served.Served.ask` makes such updates.
 """
 
 import functools
@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,19 +76,15 @@ def count_loads(model: Any, named_tensors: NamedTensors) -> None:
     """
     from sglang_loader.hooks import weights
 
-    _count(weights.Session, "serve")
+    if not hasattr(weights.Session.serve, "__wrapped__"):
+        weights.Session.serve = _counted(weights.Session.serve)
     order = json.loads(named_tensors[0][0])
     rank = torch.distributed.get_rank()
     Path(order["folder"], f"loads{rank}.json").write_text(json.dumps(_loads["done"]))
     _loads.update(begun=0, done=0, nth=order["nth"], seconds=order["seconds"])
 
 
-def _count(owner: Any, name: str) -> None:
-    """Wrap what serves sessions."""
-    serve = getattr(owner, name)
-    if hasattr(serve, "__wrapped__"):
-        return
-
+def _counted(serve: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(serve)
     def counting(*arguments: Any, **options: Any) -> Any:
         _loads["begun"] += 1
@@ -97,4 +94,4 @@ def _count(owner: Any, name: str) -> None:
         _loads["done"] += 1
         return result
 
-    setattr(owner, name, counting)
+    return counting

@@ -51,20 +51,15 @@ def calling_at(
 
 
 class KeptExport:
-    """Full tensors that the trainer keeps and exports as they are.
-
-    `before_reading` is called once, when the trainer next asks for the tensors: before the last
-    one is exported, or when the trainer looks where they are instead of exporting.
-    """
+    """Full tensors that the trainer keeps and exports as they are."""
 
     def __init__(self, weights: NamedTensors) -> None:
         self.state = {name: _mappable(tensor.clone()) for name, tensor in weights}
-        self.before_reading: Callable[[], None] | None = None
 
     def reexport(self) -> Any:
         from verl_sglang_sync.sources.export import Reexport
 
-        return Reexport(self._export, sources=self._sources)
+        return Reexport(self._export, sources=lambda: self.state)
 
     def write(self, weights: NamedTensors) -> None:
         for name, tensor in weights:
@@ -76,16 +71,7 @@ class KeptExport:
         old.fill_(7)
 
     def _export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return calling_at(list(self.state.items()), len(self.state) - 1, self._call_hook)
-
-    def _sources(self) -> dict[str, Any]:
-        self._call_hook()
-        return self.state
-
-    def _call_hook(self) -> None:
-        hook, self.before_reading = self.before_reading, None
-        if hook is not None:
-            hook()
+        return iter(self.state.items())
 
 
 class ShardedExport(KeptExport):

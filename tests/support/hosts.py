@@ -6,6 +6,7 @@ memory, so what must not be shared between hosts is not. Where the machine allow
 """
 
 import contextlib
+import socket
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,6 +30,15 @@ class Host:
     address: str
     prefix: tuple[str, ...]
     environment: dict[str, str]
+
+
+def loopback() -> str:
+    """The loopback address: IPv6's where this host has one."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return "127.0.0.1"
+    return "::1"
 
 
 @contextlib.contextmanager

@@ -87,9 +87,9 @@ def answer_to(url: str, rid: str) -> Iterator[Future[Reply]]:
         yield pool.submit(post, url, "generate", greedy(24, rid=rid, return_logprob=True))
 
 
-def _flush(url: str, timeout_s: float = 10) -> None:
+def _flush(url: str) -> None:
     """Drop the prefix cache, which SGLang refuses while the request before is being wound up."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + 10
     while (reply := post(url, "flush_cache", {})).status != 200:
         assert time.monotonic() < deadline, reply
         time.sleep(0.1)

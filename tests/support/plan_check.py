@@ -12,7 +12,7 @@ from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.arrangement import Arrangement
 from sglang_loader.load_plan.compiler import compile_bucket, join_buckets
 from sglang_loader.load_plan.destinations import Destinations
-from sglang_loader.load_plan.plan import LoadPlan, LoadWeights
+from sglang_loader.load_plan.plan import LoadPlan
 from sglang_loader.load_plan.tracer import trace_bucket
 from sglang_loader.load_plan.verify import Digests, check_bucket
 
@@ -49,12 +49,7 @@ def planned(model: nn.Module, *buckets: tuple[BucketLayout, torch.Tensor]) -> Lo
     return join_buckets(plans, found)
 
 
-def self_check(
-    model: nn.Module,
-    plan: LoadPlan,
-    load_weights: LoadWeights,
-    buffers: Sequence[torch.Tensor],
-) -> str | None:
+def self_check(model: nn.Module, plan: LoadPlan, buffers: Sequence[torch.Tensor]) -> str | None:
     """`check_bucket` for every bucket of a plan; stops at the first that fails, and says why.
 
     Args:
@@ -63,6 +58,7 @@ def self_check(
     Afterwards the weights are those of `buffers`, whatever the outcome.
     """
     known: Digests = {}
+    load_weights = model.load_weights
     for i, (bucket, buffer) in enumerate(zip(plan.buckets, buffers, strict=True)):
         reason = check_bucket(model, bucket, plan.destinations, load_weights, buffer, known)
         if reason is not None:

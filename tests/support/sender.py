@@ -12,8 +12,8 @@ from dataclasses import asdict
 from typing import Any
 
 from support.exports import ShardedExport
+from support.hosts import loopback
 from support.settings import settings_of
-from support.sglang_server import loopback
 from support.trainer import Ranks, TrainerRank
 from verl_sglang_sync.collective import TorchTrainerGroup, WeightSyncError
 from verl_sglang_sync.engine.server_client.client import SGLangServerClient
@@ -46,6 +46,7 @@ class Sender:
     ) -> None:
         self._rank, self._targets, self._timeout_s = rank, targets, timeout_s
         self._address, self._settings = address, settings
+        self._timeouts_s: dict[str, float] = settings.get("timeouts_s", {})
         self._made: dict[str, Any] = {}
         self._groups_seen: set[tuple[str, str]] = set()
 
@@ -79,8 +80,7 @@ class Sender:
         return {"error": error, "seconds": time.monotonic() - started}
 
     def _client(self, url: str) -> SGLangServerClient:
-        limits_s = self._settings.get("timeouts_s", {})
-        return SGLangServerClient(url, timeout_s=self._timeout_s, timeouts_s=limits_s)
+        return SGLangServerClient(url, timeout_s=self._timeout_s, timeouts_s=self._timeouts_s)
 
     def num_formed(self, mode: str) -> int:
         """How many groups this rank's syncs have had; to be asked after each good one."""

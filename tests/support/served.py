@@ -1,5 +1,6 @@
 """A served tiny model, and trainers for it: what most end-to-end tests start with."""
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -7,35 +8,48 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 from tiny_assets import make_assets
 
+from sglang_loader.common.engine_settings import HostBackup
 from support.engine_loaders import HASH_LOADER
-from support.sglang_server import Server, sglang_server
-from support.trainer import CPU, Hashes, Ranks, TrainerRank, read_hashes, run_loader
+from support.forks import CPU_ENVIRONMENT, Fork, python_path, serve
+from support.ipc import serialize_handles
+from support.trainer import CPU, Hashes, Ranks, TrainerRank, read_hashes
+from verl_sglang_sync.bench.engine_server import engine_server, launch
 from verl_sglang_sync.engine.server_client import operations
 from verl_sglang_sync.engine.server_client.client import SGLangServerClient
+
+SMALL = ("--max-total-tokens", "1024", "--max-running-requests", "4")
 
 
 @dataclass(frozen=True)
 class Served:
-    """The server of the checkpoint `folder/model`; `access`: its keys."""
+    """The server of the checkpoint `folder/model`.
 
-    server: Server
+    Attributes:
+        url: where it listens.
+        process: a fork, or `subprocess.Popen`; it leads a process group.
+        log_file: of its output; what it is asked for is in the same folder.
+        folder: with the checkpoint.
+        tp: ranks of the engine.
+        access: its keys.
+    """
+
+    url: str
+    process: Any
+    log_file: Path
     folder: Path
     tp: int
     access: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def url(self) -> str:
-        return self.server.url
-
-    @property
     def lives(self) -> bool:
-        return self.server.process.poll() is None
+        return self.process.poll() is None
 
     @property
     def log(self) -> str:
-        return self.server.log.read_text(errors="replace")
+        return self.log_file.read_text(errors="replace")
 
     @property
     def version(self) -> str:
@@ -47,19 +61,23 @@ class Served:
     @property
     def schedulers(self) -> list[int]:
         """The engine's processes that load weights and compute, one for each TP rank."""
-        children = psutil.Process(self.server.process.pid).children(recursive=True)
+        children = psutil.Process(self.process.pid).children(recursive=True)
         found = [child.pid for child in children if "scheduler" in " ".join(child.cmdline())]
         assert len(found) == self.tp, [child.cmdline() for child in children]
         return found
 
     def ask(self, loader: str, argument: str = "", limit_s: float = 60) -> None:
         """Run one of the tests' loaders (`engine_loaders`, `memory_loaders`) on every TP rank."""
+        torch.multiprocessing.set_sharing_strategy("file_system")
+        # One tensor for each TP rank, kept until the reply: the first to open a handle consumes it.
+        tensors = [torch.zeros(1) for _ in range(self.tp)]
+        handles = [serialize_handles([(argument, tensor)]) for tensor in tensors]
         client = SGLangServerClient(self.url, timeout_s=limit_s, **self.access)
-        run_loader(client, self.tp, loader, argument)
+        client.run(operations.update_weights(handles, load_format=loader))
 
     def hashes(self, limit_s: float = 60) -> Hashes:
         """Of the engine's own tensors, taken in its processes, by TP rank."""
-        folder = self.server.log.parent
+        folder = self.log_file.parent
         for file in folder.glob("rank*.json"):
             file.unlink()
         self.ask(HASH_LOADER, str(folder), limit_s)
@@ -74,6 +92,15 @@ class Served:
         return Ranks(self.folder, [self.url], tp=self.tp, **more)
 
 
+def environment(device: str, tp: int) -> dict[str, str]:
+    """Environment of an engine with `tp` ranks on "cpu" or "cuda"."""
+    common = {**os.environ, "PYTHONPATH": python_path(), "PYTHONFAULTHANDLER": "1"}
+    if device != "cpu":
+        return common
+    cores = "|".join(str(rank) for rank in range(tp))
+    return {**common, **CPU_ENVIRONMENT, "SGLANG_CPU_OMP_THREADS_BIND": cores}
+
+
 @contextmanager
 def served(
     folder: Path,
@@ -83,9 +110,14 @@ def served(
     access: Mapping[str, str] | None = None,
     architecture: str = "qwen3",
     tied: bool = False,
-    **more: Any,
+    device: str = "cpu",
+    loaders: tuple[str, ...] = (),
+    extra: tuple[str, ...] = (),
+    host_backup: HostBackup = "on",
+    variables: Mapping[str, str] | None = None,
+    host: str = "127.0.0.1",
 ) -> Iterator[Served]:
-    """Serve a tiny model of random weights until the block ends.
+    """Serve a tiny model of random weights until the block ends; on a CPU the server is a fork.
 
     Args:
         folder: gets the log, and the model where there is none.
@@ -93,10 +125,38 @@ def served(
         model: the checkpoint, if it is not `folder/model`.
         access: keys of the server.
         architecture: of a model that is made; likewise `tied`.
-        more: arguments of `sglang_server`.
+        loaders: further ones that the test asks for.
+        extra: more of SGLang's arguments.
+        variables: of its environment.
+        host: address that it listens at.
     """
     folder.mkdir(exist_ok=True)
     if model is None and not (folder / "model").exists():
         make_assets(folder, architecture=architecture, tied=tied)
-    with sglang_server(model or folder / "model", folder, tp=tp, **more) as server:
-        yield Served(server, folder if model is None else model.parent, tp, access or {})
+    processes: list[Any] = []
+
+    def start(arguments: list[str], environment: Mapping[str, str], log: Path) -> Any:
+        if device == "cpu":
+            processes.append(Fork(serve, *arguments, environment=environment, log=log))
+        else:
+            processes.append(launch(arguments, environment, log))
+        return processes[0]
+
+    if device == "cpu" and "--enable-dp-attention" not in extra:  # whose schedulers wait for all
+        extra = ("--sleep-on-idle", *extra)  # two idle servers would keep two cores busy
+    model, log = model or folder / "model", folder / "server.log"
+    with engine_server(
+        model,
+        device=device,
+        host_backup=host_backup,
+        is_moe=False,
+        log=log,
+        tp=tp,
+        gpu_share=0.3,
+        loaders=(HASH_LOADER, *loaders),
+        environment={**environment(device, tp), **(variables or {})},
+        host=host,
+        extra=(*SMALL, *extra),
+        start=start,
+    ) as url:
+        yield Served(url, processes[0], log, model.parent, tp, access or {})

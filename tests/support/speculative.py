@@ -185,7 +185,7 @@ def _hashes_of_models(engine: Served, algorithm: str) -> Hashes:
     if algorithm != "EAGLE":
         return []
     engine.hashes()
-    return hashes_of_models(engine.server.log.parent)
+    return hashes_of_models(engine.log_file.parent)
 
 
 def _accept_length(url: str, num_tokens: int) -> float:

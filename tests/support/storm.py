@@ -315,7 +315,7 @@ class Storm:
         if not self.engine.server.lives:
             log = self.engine.server.log
             cause = log[log.rfind("Traceback (most recent call last)") :]
-            detail += f" [the engine died: {self.engine.server.server.log}: {cause[:2000]}]"
+            detail += f" [the engine died: {self.engine.server.log_file}: {cause[:2000]}]"
         self.findings.append({**where, "kind": violation.kind, "detail": detail})
         print(f"FOUND {where}: {violation.kind}: {detail[:1200]}", flush=True)
 

@@ -68,7 +68,7 @@ class StormEngine:
     """
 
     def __init__(self, engine: Served, models: list[Path]) -> None:
-        self.server, self.url, self.pid = engine, engine.url, engine.server.process.pid
+        self.server, self.url, self.pid = engine, engine.url, engine.process.pid
         self.hashes: list[Hashes] = []
         self.tokens: list[dict[str, Tokens]] = []
         for slot, model in enumerate(models):

@@ -21,9 +21,7 @@ import torch
 import torch.distributed as dist
 
 from support.hosts import Host
-from support.ipc import serialize_handles
 from support.remote import Outcome, Remote, finish, results_of
-from verl_sglang_sync.engine.server_client import operations
 from verl_sglang_sync.engine.server_client.client import SGLangServerClient
 
 ON_GPUS: Any = {"device": "cuda", "environment": {"NCCL_CUMEM_ENABLE": "0"}}
@@ -156,15 +154,6 @@ def report_of_cycle(manager: Any, weights: Any, version: str) -> dict[str, Any]:
     report = asdict(manager.report)
     asyncio.run(manager.resume(("kv_cache",)))
     return report
-
-
-def run_loader(client: Any, tp: int, loader: str, argument: str) -> None:
-    """Run one of the tests' loaders (`engine_loaders`, `memory_loaders`) on every TP rank."""
-    torch.multiprocessing.set_sharing_strategy("file_system")
-    # One tensor for each TP rank, kept until the reply: the first to open a handle consumes it.
-    tensors = [torch.zeros(1) for _ in range(tp)]
-    handles = [serialize_handles([(argument, tensor)]) for tensor in tensors]
-    client.run(operations.update_weights(handles, load_format=loader))
 
 
 def read_hashes(folder: Path, tp: int) -> Hashes:

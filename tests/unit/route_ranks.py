@@ -1,8 +1,8 @@
 """One trainer rank in the tests of routes: real FSDP2 models, verl's own export, syncs on gloo."""
 
 import types
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -113,18 +113,18 @@ def export_of(model, method=None):
     return _repeatable(getattr(method, "__wrapped__", method))(engine)[0]
 
 
-def parts_of(name, tensor, rank, num_ranks):
+def parts_of(name, tensor, rank):
     """What an engine rank keeps of a tensor: a share of rows, columns or experts, or even less."""
     if ".experts." in name:
         expert = int(name.partition(".experts.")[2].partition(".")[0])
-        return [tensor] if expert % num_ranks == rank else []
+        return [tensor] if expert % TP == rank else []
     if tensor.dim() < 2:
         return [tensor]
     if name.endswith(("o_proj.weight", "down_proj.weight")):
-        return [tensor.chunk(num_ranks, dim=-1)[rank]]
+        return [tensor.chunk(TP, dim=-1)[rank]]
     if "lm_head" in name:
         return [tensor[::2], tensor[:, -1:]]
-    return [tensor.chunk(num_ranks)[rank]]
+    return [tensor.chunk(TP)[rank]]
 
 
 class EngineModel(torch.nn.Module):
@@ -133,7 +133,7 @@ class EngineModel(torch.nn.Module):
     def __init__(self, rank, export):
         super().__init__()
         self.rank = rank
-        self.parts = {n: [p.clone() for p in parts_of(n, t, rank, TP)] for n, t in export}
+        self.parts = {n: [p.clone() for p in parts_of(n, t, rank)] for n, t in export}
         held = [part for parts in self.parts.values() for part in parts]
         self.held = torch.nn.ParameterList(torch.nn.Parameter(p, requires_grad=False) for p in held)
         self.adds = None  # to its sources, in place
@@ -142,7 +142,7 @@ class EngineModel(torch.nn.Module):
         for name, tensor in weights:
             if self.adds is not None:
                 tensor.add_(self.adds)
-            parts = parts_of(name, tensor, self.rank, TP)
+            parts = parts_of(name, tensor, self.rank)
             for target, part in zip(self.parts[name], parts, strict=True):
                 target.copy_(part)
 
@@ -151,9 +151,7 @@ class EngineModel(torch.nn.Module):
         return [
             name
             for name, tensor in export.items()
-            for have, want in zip(
-                self.parts[name], parts_of(name, tensor, self.rank, TP), strict=True
-            )
+            for have, want in zip(self.parts[name], parts_of(name, tensor, self.rank), strict=True)
             if not torch.equal(have, want)
         ]
 
@@ -274,11 +272,6 @@ class Rank:
         with fails if on in (None, dist.get_rank()) else nullcontext():
             self.sync()
 
-    def sync_with_spoiled_origins(self):
-        """A sync in which what is traced says of one tensor that it is another."""
-        with spoiled_origins():
-            self.sync()
-
     def step(self):
         """As an optimizer: in place, another value for each element."""
         with torch.no_grad():
@@ -304,23 +297,6 @@ class Rank:
                 parameter._local_tensor = moved.copy_(local)
                 moved.untyped_storage().share_memory_()
                 local.fill_(7)
-
-
-@contextmanager
-def spoiled_origins():
-    """What is traced says of one tensor that it is another."""
-    from verl_sglang_sync.sources import source_map
-
-    trace = source_map.trace_export
-
-    def spoiled(*args, **kwargs):
-        traced = trace(*args, **kwargs)
-        name = "model.layers.1.mlp.experts.2.up_proj.weight"
-        other = traced.tensors[name.replace("up_proj", "gate_proj")]
-        return replace(traced, tensors={**traced.tensors, name: other})
-
-    with mock.patch.object(source_map, "trace_export", spoiled):
-        yield
 
 
 def play(pool, kind, options, *steps):

@@ -62,9 +62,9 @@ def copies_out_of(draw, nbytes, unit=BYTES, step=1):
 
 
 @st.composite
-def regions(draw, max_dims=3):
+def regions(draw):
     """A view of a dense array of 1 to 4 byte elements, and how many bytes that array has."""
-    full = draw(st.lists(st.integers(1, 6), min_size=1, max_size=max_dims))
+    full = draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
     itemsize = draw(st.sampled_from([1, 2, 4]))
     strides = [math.prod(full[i + 1 :]) for i in range(len(full))]
     offset, shape = 0, []

@@ -19,29 +19,36 @@ BUFFERS = {slot: torch.arange(64, dtype=torch.uint8) + 100 * slot for slot in ra
 ROWS = ((4, 4), (2, 16), (4, 1))
 """Of a row-parallel weight of [4, 8] bytes: two shards of 16 bytes."""
 SHARDS = ((0, 16, 16), (1, 32, 16))
+PIECES = [BucketPiece(3, 0, 0, 16), BucketPiece(1, 8, 16, 8)]
 
 
-def message(pieces):
+def message(pieces=PIECES):
     return LoadBucket(
-        index=3, buffers=[], pieces=encode_pieces(pieces), layout=b"", read_only=True,
+        index=3,
+        layout=b"layout",
+        pieces=encode_pieces(pieces),
+        buffers=[],
+        read_only=True,
         arranged=False,
-    )  # fmt: skip
+    )
 
 
 def source_of(*pieces):
     return SourceCache().of(message(pieces), BUFFERS, LAYOUT.nbytes)
 
 
-def test_a_piece_is_spread_over_the_shards_that_it_names():
-    packed = source_of(BucketPiece(0, 0, 0, 32, ROWS, SHARDS)).packed(LAYOUT)
-    left, right = BUFFERS[0][16:32].view(4, 4), BUFFERS[1][32:48].view(4, 4)
-    assert torch.equal(packed[:32].view(4, 8), torch.cat([left, right], dim=1))
-
-
-def test_a_piece_may_be_strided_within_one_buffer():
-    packed = source_of(BucketPiece(1, 4, 0, 32, ROWS)).packed(LAYOUT)
-    left, right = BUFFERS[1][4:20].view(4, 4), BUFFERS[1][20:36].view(4, 4)
-    assert torch.equal(packed[:32].view(4, 8), torch.cat([left, right], dim=1))
+@pytest.mark.parametrize(
+    ("piece", "left", "right"),
+    [
+        (BucketPiece(0, 0, 0, 32, ROWS, SHARDS), BUFFERS[0][16:32], BUFFERS[1][32:48]),
+        (BucketPiece(1, 4, 0, 32, ROWS), BUFFERS[1][4:20], BUFFERS[1][20:36]),
+    ],
+    ids=["over the shards that it names", "within one buffer"],
+)
+def test_a_piece_may_be_spread(piece, left, right):
+    packed = source_of(piece).packed(LAYOUT)
+    expected = torch.cat([left.view(4, 4), right.view(4, 4)], dim=1)
+    assert torch.equal(packed[:32].view(4, 8), expected)
 
 
 @pytest.mark.parametrize(
@@ -64,9 +71,6 @@ def test_a_piece_may_be_strided_within_one_buffer():
 def test_bytes_outside_of_what_is_mapped_are_refused(piece, reason):
     with pytest.raises(SessionError, match=reason):
         source_of(piece)
-
-
-PIECES = [BucketPiece(3, 0, 0, 16), BucketPiece(1, 8, 16, 8)]
 
 
 def memory_in_slots(*sizes):

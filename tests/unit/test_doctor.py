@@ -56,8 +56,8 @@ def verl(policy="auto", entries=(ENTRY,)):
     return [look("verl", entries, [], "EXTERNAL_PLUGINS", policy, everything="auto")]
 
 
-def of_verl(look, ours="unit.test_doctor.Ours"):
-    return [installation.ours_check("verl class", look, ours)]
+def of_verl(look):
+    return [installation.ours_check("verl class", look, "unit.test_doctor.Ours")]
 
 
 class Ours: ...

@@ -30,9 +30,9 @@ def test_layouts_round_trip(layout):
     assert decode_layout(encode_layout(layout)) == layout
 
 
-def encoded_layout(nbytes=256, **changes):
+def encoded_layout(**changes):
     tensor = {"name": "t", "shape": [4], "dtype": "float32", "offset": 0} | changes
-    return msgspec.msgpack.encode({"tensors": [tensor], "nbytes": nbytes})
+    return msgspec.msgpack.encode({"tensors": [tensor], "nbytes": 256})
 
 
 BAD = {

@@ -178,12 +178,6 @@ REFUSED = {
         "not of this memory",
     ),
     "private": ({"is_shared": False}, ["sync"], [], "cannot be mapped by other processes"),
-    "a wrong trace": (
-        {},
-        ["sync_with_spoiled_origins"],
-        [],
-        "is exported with other bytes than its parameter has",
-    ),
     "nothing can be mapped": (
         {},
         ["sync", ("sync_failing", 1, DELIVER, EngineCannotMap("no access"))],

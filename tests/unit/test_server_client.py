@@ -9,8 +9,8 @@ import socket
 import pytest
 from aiohttp import web
 
+from support.hosts import loopback
 from support.router import serving
-from support.sglang_server import loopback
 from verl_sglang_sync.engine.server_client import client, operations
 from verl_sglang_sync.engine.server_client.client import (
     ATTEMPTS,

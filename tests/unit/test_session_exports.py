@@ -34,11 +34,11 @@ both_modes = pytest.mark.parametrize("mode", MODES)
 class Trainer:
     """A rank on its own, and its engine."""
 
-    def __init__(self, mode, bucket_bytes=1024):
+    def __init__(self, mode):
         self.engine = ServingEngine()
         self.mode = mode
         options = {"manifest_check": "off", "free_cache_engine": False, "request_timeout_s": 20}
-        self.transport = colocated(self.engine, mode, bucket_bytes=bucket_bytes, **options)
+        self.transport = colocated(self.engine, mode, bucket_bytes=1024, **options)
 
     def sync(self, weights):
         """One sync; its report."""
@@ -87,23 +87,15 @@ def filled(shape, dtype, seed=0):
     return raw.view(dtype).reshape(shape) if nbytes else torch.empty(shape, dtype=dtype)
 
 
-def transposed(shape, dtype, seed):
-    return filled(shape[::-1], dtype, seed).permute(tuple(range(len(shape)))[::-1])
-
-
-def row_of_a_bigger_one(shape, dtype, seed):
-    return filled((3, *shape), dtype, seed)[1]
-
-
-def every_second_column(shape, dtype, seed):
-    return filled((*shape, 2), dtype, seed)[..., 1]
-
-
-def expanded(shape, dtype, seed):
-    return filled(shape[1:], dtype, seed).expand(shape)
-
-
-LAYOUTS = (filled, transposed, row_of_a_bigger_one, every_second_column, expanded)
+LAYOUTS = {
+    "dense": filled,
+    "transposed": lambda shape, *more: filled(shape[::-1], *more).permute(
+        tuple(range(len(shape)))[::-1]
+    ),
+    "a row of a bigger one": lambda shape, *more: filled((3, *shape), *more)[1],
+    "every second column": lambda shape, *more: filled((*shape, 2), *more)[..., 1],
+    "expanded": lambda shape, *more: filled(shape[1:], *more).expand(shape),
+}
 
 
 @st.composite
@@ -111,7 +103,7 @@ def exports(draw):
     weights = []
     for index in range(draw(st.integers(1, 12))):
         shape = tuple(draw(st.lists(st.integers(0, 6), max_size=3)))
-        layout = draw(st.sampled_from(LAYOUTS))
+        layout = LAYOUTS[draw(st.sampled_from(list(LAYOUTS)))]
         weights.append((f"model.{index}", layout(shape, draw(st.sampled_from(DTYPES)), index)))
     return weights
 

@@ -24,10 +24,6 @@ class Layer(nn.Module):
         self.register_buffer("scale", torch.ones(2))
         self.register_buffer("cache", torch.ones(2), persistent=False)
 
-    def forward(self, x):
-        norm = self.norm(self.linear(x))
-        return norm
-
 
 def _keep_metrics(layer):
     layer.norm.register_parameter("bias", layer.norm.weight)

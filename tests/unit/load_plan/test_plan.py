@@ -55,14 +55,14 @@ def planned_in_buckets(load_one, *parts):
     model = Model(load_one)
     buckets = [pack(seed, sources) for seed, sources in enumerate(parts)]
     plan = planned(model, *buckets)
-    assert self_check(model, plan, model.load_weights, [buffer for _, buffer in buckets]) is None
+    assert self_check(model, plan, [buffer for _, buffer in buckets]) is None
     return plan
 
 
 def assert_replays(load_one):
     """Compile, self-check, then replay other weights and compare with an eager load of the same."""
     model, layout, buffer, plan = planned_for(load_one)
-    assert self_check(model, plan, model.load_weights, [buffer]) is None
+    assert self_check(model, plan, [buffer]) is None
     _, other = pack(seed=1)
     model.load_weights(layout.views(other.clone()))
     expected = snapshot(plan.destinations)
@@ -95,10 +95,6 @@ def test_plain_copies_leave_nothing_to_the_loader():
 def doing(**by_name):
     """A loader that does this with these tensors, and nothing with the others."""
     return lambda model, name, tensor: by_name[name](model, tensor) if name in by_name else None
-
-
-def cast(model, w):
-    model.bias16.copy_(w[0])
 
 
 def transpose_and_broadcast(model, w):
@@ -135,20 +131,19 @@ def change_in_place(model, w):
     model.buffer.copy_(w)
 
 
-def pick_by_a_constant(model, w, order=torch.tensor([5, 4, 3, 2, 1, 0])):  # noqa: B008
-    model.buffer.copy_(w[order])
+ORDER = torch.tensor([5, 4, 3, 2, 1, 0])
 
 
 @pytest.mark.parametrize(
     ("load", "num_copies", "num_rest"),
     [
-        (cast, 1, 0),
+        (lambda model, w: model.bias16.copy_(w[0]), 1, 0),  # a cast
         (transpose_and_broadcast, 2, 0),
         (copy_copies, 0, 1),
         (fill_with_scalars, 2, 0),
         (compute_for_nothing, 1, 0),
         (fill_a_temporary, 0, 1),
-        (pick_by_a_constant, 0, 1),
+        (lambda model, w: model.buffer.copy_(w[ORDER]), 0, 1),
         (change_in_place, 0, 1),
     ],
 )
@@ -169,10 +164,6 @@ def to_buffer(model, tensor):
     model.buffer.copy_(tensor)
 
 
-def half_to_buffer(model, tensor):
-    model.buffer[:3].copy_(tensor[:3])
-
-
 def in_a_thread_pool(model, name, tensor):
     with ThreadPoolExecutor() as pool:
         pool.submit(plain, model, name, tensor).result()
@@ -182,7 +173,7 @@ def in_a_thread_pool(model, name, tensor):
     ("load_one", "num_copies", "rest"),
     [
         (derive, 2, ["w"]),
-        (doing(w=to_buffer, v=half_to_buffer), 0, ["w", "v"]),
+        (doing(w=to_buffer, v=lambda model, v: model.buffer[:3].copy_(v[:3])), 0, ["w", "v"]),
         (in_a_thread_pool, 2, []),
     ],
 )
@@ -207,7 +198,7 @@ def test_a_copy_stays_behind_a_step_that_reads_its_target(made):
     assert torch.equal(model.derived, source)
     # `buffer` is written, but an update also needs what was there: it is not covered.
     assert "buffer" not in plan.coverage
-    assert self_check(model, plan, model.load_weights, [buffer]) is not None
+    assert self_check(model, plan, [buffer]) is not None
 
 
 def test_buckets_are_planned_one_by_one():
@@ -224,23 +215,11 @@ def derive_from_buffer(model, _):
     model.derived.copy_(model.buffer + 1)
 
 
-def derive_buffer(model, _):
-    model.buffer.copy_(model.weight[:6] + 1)
-
-
 def cover_half_of_buffer(model, _):
     model.buffer[3:].zero_()
 
 
 DERIVES = "computes derived from weights that other"
-
-
-def zero_buffer(model, _):
-    model.buffer.zero_()
-
-
-def add_to_buffer_in_derived(model, tensor):
-    model.derived.copy_(model.buffer + tensor)
 
 
 def fill_derived(model, tensor):
@@ -254,10 +233,20 @@ def fill_derived(model, tensor):
         ({"w": to_buffer, "b": derive_from_buffer}, DERIVES),
         ({"w": pick_to_buffer, "b": derive_from_buffer}, DERIVES),
         ({"w": derive_from_buffer, "b": to_buffer}, DERIVES),
-        ({"w": derive_from_buffer, "b": derive_buffer}, DERIVES),
+        (
+            {
+                "w": derive_from_buffer,
+                "b": lambda model, _: model.buffer.copy_(model.weight[:6] + 1),
+            },
+            DERIVES,
+        ),
         ({"w": to_buffer, "b": cover_half_of_buffer}, "writes buffer again in a bucket without"),
         (
-            {"w": zero_buffer, "v": add_to_buffer_in_derived, "b": to_buffer},
+            {
+                "w": lambda model, _: model.buffer.zero_(),
+                "v": lambda model, v: model.derived.copy_(model.buffer + v),
+                "b": to_buffer,
+            },
             "writes buffer again in a bucket without",
         ),
         ({"w": fill_derived, "b": cover_half_of_buffer}, "writes buffer more than once without"),
@@ -305,25 +294,7 @@ def test_memory_bound_by_the_first_load_is_part_of_the_plan():
 # Refusals ---------------------------------------------------------------------------------------
 
 
-def rebind(model, w):
-    model.derived = w.clone()
-
-
-def rebind_data(model, w):
-    model.weight.data = torch.cat([w, w])
-
-
-def add_random_numbers(model, w):
-    model.buffer.copy_(w + torch.rand(6, 8))
-
-
-def write_elsewhere(model, w, outside=torch.zeros(6, 8)):  # noqa: B008
-    outside.copy_(w)
-
-
-def resize(model, w):
-    model.buffer.resize_(6, 8)
-    model.buffer.copy_(w)
+OUTSIDE = torch.zeros(6, 8)
 
 
 def write_and_look(model, w):
@@ -339,11 +310,14 @@ def look_at_buffer(model, v):
 @pytest.mark.parametrize(
     ("done", "reason"),
     [
-        ({"w": rebind}, "derived was rebound"),
-        ({"w": rebind_data}, "weight was rebound"),
-        ({"w": add_random_numbers}, "random"),
-        ({"w": write_elsewhere}, "does not reach"),
-        ({"w": resize}, "in place"),
+        ({"w": lambda model, w: setattr(model, "derived", w.clone())}, "derived was rebound"),
+        (
+            {"w": lambda model, w: setattr(model.weight, "data", torch.cat([w, w]))},
+            "weight was rebound",
+        ),
+        ({"w": lambda model, w: model.buffer.copy_(w + torch.rand(6, 8))}, "random"),
+        ({"w": lambda model, w: OUTSIDE.copy_(w)}, "does not reach"),
+        ({"w": lambda model, w: model.buffer.resize_(6, 8).copy_(w)}, "in place"),
         ({"w": write_and_look}, "Python reads the data of weight"),
         ({"w": pick_to_buffer, "v": look_at_buffer}, "Python reads the data of buffer"),
     ],
@@ -385,19 +359,9 @@ def test_refuses_a_loader_that_keeps_a_number():
     assert isinstance(held["scale"], float), "loaded all the same"
 
 
-def as_it_came(model, w):
-    return w[0]
-
-
-def as_another(model, w):
-    return w * 2
-
-
-def of_the_model(model, w):
-    return model.buffer + 1
-
-
-@pytest.mark.parametrize("made", [as_it_came, as_another, of_the_model])
+@pytest.mark.parametrize(
+    "made", [lambda _, w: w[0], lambda _, w: w * 2, lambda model, _: model.buffer + 1]
+)
 def test_refuses_a_loader_that_keeps_a_tensor_where_the_model_does_not_reach(made):
     """Whatever is made of it later would be of the scrambled bytes of the check."""
     held = {}
@@ -458,7 +422,7 @@ def test_self_check_finds_writes_from_other_threads():
     assert plan.num_copies == 0
     traced = trace_bucket(model, model.load_weights, layout, buffer)
     assert uses_of(traced).unused == ["w", "v", "b"]
-    reason = self_check(model, plan, model.load_weights, [buffer])
+    reason = self_check(model, plan, [buffer])
     assert reason == "2 tensors differ from what load_weights loads: weight, bias16"
     assert torch.equal(model.weight[:6], layout.views(buffer)[0][1])
 
@@ -496,7 +460,7 @@ def test_self_check_finds_an_unseen_write_of_a_part_of_each_element(dtype, unsee
         buffer = torch.arange(20, 20 + layout.nbytes).to(torch.uint8)
     plan = planned(model, (layout, buffer))
     assert (plan.num_copies, plan.num_rest) == (1, 0)
-    reason = self_check(model, plan, model.load_weights, [buffer])
+    reason = self_check(model, plan, [buffer])
     assert reason == "1 tensors differ from what load_weights loads: buffer"
 
 
@@ -535,7 +499,7 @@ def test_self_check_finds_a_misplaced_copy_and_restores_the_weights():
     moved = dataclasses.replace(bucket.copies[0], src=bucket.copies[0].src + 4)
     for copies in ((moved, *bucket.copies[1:]), bucket.copies[1:]):
         broken = dataclasses.replace(plan, buckets=(dataclasses.replace(bucket, copies=copies),))
-        reason = self_check(model, broken, model.load_weights, [buffer])
+        reason = self_check(model, broken, [buffer])
         assert reason is not None and "differ" in reason
         assert differing(plan.destinations, expected) == ()
 
@@ -545,7 +509,7 @@ def test_a_failed_check_leaves_nothing_of_the_scrambled_bucket_in_what_loads_rea
         model.buffer.copy_(torch.maximum(model.buffer, w))
 
     model, layout, buffer, plan = planned_for(doing(w=load))
-    assert self_check(model, plan, model.load_weights, [buffer]) is not None
+    assert self_check(model, plan, [buffer]) is not None
     assert torch.equal(model.buffer, layout.views(buffer)[0][1].clamp(min=0))
 
 
