@@ -245,6 +245,7 @@ def test_a_known_stream_is_cut_as_the_planner_cuts_it_and_a_changed_one_loses_no
     exports = [named, named, other, other, other]
     for export in exports:
         found.append(batches(stream, export))
+        assert stream.buckets == [batch.bucket for batch in found[-1]]
         sent = [
             (entry.name, tensor)
             for batch in found[-1]

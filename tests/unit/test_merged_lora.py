@@ -40,7 +40,7 @@ def check(found, max_error):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES)
 def test_one_rank_exports_what_peft_and_verl_merge(world_of_one, case, dtype):
-    """But for DoRA, where verl 0.9.1 exports the base weights, or fails, by the release of torch."""
+    """Not for DoRA, where verl 0.9.1 exports the base weights, or fails, by release of torch."""
     with_verls = "dora" not in case
     check(compared(case, dtype, with_verls=with_verls), 0 if with_verls else None)
 

@@ -160,25 +160,31 @@ class Cut:
 
 
 class BucketStream:
-    """Buckets of one trainer rank, sync after sync."""
+    """Buckets of one trainer rank, sync after sync.
+
+    Attributes:
+        buckets: of the last sync, and of the next one if its stream is the same; empty where the
+            last one broke off. Equal on all ranks that have sent the same.
+    """
 
     def __init__(self, bucket_bytes: int) -> None:
+        self.buckets: list[Bucket] = []
         self._bucket_bytes = bucket_bytes
         self._cuts: list[Cut] | None = None
-
-    @property
-    def buckets(self) -> list[Bucket]:
-        """What the next sync will be cut into if its stream is the same; empty if unknown."""
-        return [cut.bucket for cut in self._cuts or ()]
 
     def batches(self, weights: Iterable[NamedTensor], report: SyncReport) -> Iterator[Batch]:
         """Yield the buckets of `weights` in order; one bucket and what closes it is held."""
         source = iter(weights)
-        cuts, self._cuts = self._cuts, None  # stays None where the sync breaks off
-        if cuts is None:
-            yield from self._planned(source, [], 0, report)
-        else:
-            yield from self._compared(source, cuts, report)
+        cuts, self._cuts, self.buckets = self._cuts, None, []  # so where the sync breaks off
+        batches = self._planned(source, [], 0, report)
+        if cuts is not None:
+            batches = self._compared(source, cuts, report)
+        sent = []
+        for batch in batches:
+            sent.append(batch.bucket)
+            yield batch
+            del batch  # so that its memory can be used for the next one
+        self.buckets = sent
 
     def _compared(
         self, source: Iterator[NamedTensor], cuts: list[Cut], report: SyncReport
