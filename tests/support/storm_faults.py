@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
+from sglang_loader.common.broadcast.update_group import ANSWER_TIMEOUT_S
 from support.fault_proxy import Fault as ProxyFault
 from support.storm import Storm
 from support.storm_checks import REPLY_S, Violation
@@ -63,6 +64,8 @@ def kill_ranks(storm: Storm) -> None:
     storm.a_while(0.4)
     trainer.kill(*ranks)
     storm.finish()
+    # An engine that was about to meet the dead one in the store of a group answers after this.
+    storm.engine.post("flush_cache", b"", limit_s=ANSWER_TIMEOUT_S + REPLY_S)
 
 
 @fault("a trainer rank, a scheduler or the HTTP server stands still", 9)
