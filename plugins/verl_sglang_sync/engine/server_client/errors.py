@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
 
-
-@dataclass(eq=False, repr=False)
 class ServerError(RuntimeError):
     """A request to a server did not succeed.
 
     Attributes:
-        message: the server's message, or why there was no reply.
         endpoint: URL of the request; "" only while Ray unpickles the error.
         status: HTTP status of the reply; None if there was none.
+        message: the server's message, or why there was no reply.
         rank: the trainer's rank; None outside of a trainer.
         replica: number of the rollout replica, or None.
     """
 
-    message: str
-    _: KW_ONLY
-    endpoint: str = ""
-    status: int | None = None
-    rank: int | None = None
-    replica: int | None = None
+    def __init__(
+        self,
+        message: str,
+        *,
+        endpoint: str = "",
+        status: int | None = None,
+        rank: int | None = None,
+        replica: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.endpoint = endpoint
+        self.status = status
+        self.rank = rank
+        self.replica = replica
 
     def __str__(self) -> str:
         who = [
