@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+import weakref
 from typing import NamedTuple
 
 import pytest
@@ -262,3 +263,15 @@ def test_a_known_stream_is_cut_as_the_planner_cuts_it_and_a_changed_one_loses_no
             assert [batch.index for batch in result] == list(range(len(planned)))
             assert result[-1].bucket.is_last
         assert all(a.bucket is b.bucket for a, b in zip(found[first], found[again], strict=True))
+
+
+def test_a_bucket_that_is_being_sent_is_held_by_its_consumer_alone():
+    tensors = [torch.ones(LIMIT // 4) for _ in range(3)]
+    alive = [weakref.ref(tensor) for tensor in tensors]
+    named = ((f"t{i}", tensors.pop(0)) for i in range(3))
+    stream = BucketStream(LIMIT)
+    for batch in stream.batches(named, SyncReport(mode="compiled", replica=0)):
+        index = batch.index
+        assert alive[index]() is not None
+        del batch
+        assert alive[index]() is None

@@ -8,6 +8,7 @@ import socket
 
 import pytest
 from aiohttp import web
+from ray.exceptions import RayTaskError
 
 from support.hosts import loopback
 from support.router import serving
@@ -222,12 +223,14 @@ def test_a_long_message_is_cut():
     assert len(str(error.value)) < 4200
 
 
-def test_an_error_survives_pickling():
+def test_an_error_survives_pickling_and_ray():
     error = ReplyLost("no reply", endpoint="http://h:1/x", status=None, rank=1, replica=0)
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is ReplyLost
     assert str(copy) == str(error) == "rank 1, replica 0: http://h:1/x: no reply"
-    assert (copy.endpoint, copy.rank) == ("http://h:1/x", 1)
+    of_ray = RayTaskError("f", "traceback", error).as_instanceof_cause()
+    for each in (copy, of_ray):
+        assert (each.endpoint, each.rank, each.replica) == ("http://h:1/x", 1, 0)
 
 
 # No reply.

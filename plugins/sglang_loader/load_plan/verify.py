@@ -60,7 +60,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 Digests: TypeAlias = dict[StorageEntry, tuple[int, ...]]
-"""128 bits for each storage."""
+"""128 bits of what each storage holds after an eager load."""
 
 
 def check_bucket(

@@ -107,7 +107,6 @@ class Session:
         self._loaders: list[ModelLoader] = [loader_of(model) for model in models]
         self._models = models
         self._device = device = device_of(models[0])
-        self._channel = engine_end(descriptor.endpoint, is_signed=bool(descriptor.group))
         self._mapped = mapped.begin_session(device)
         self._received: GroupReceiver | None = None
         self._limit_s = descriptor.timeout_s
@@ -121,6 +120,7 @@ class Session:
         self._arranged = ALL_WHOLE
         self._seconds = dict.fromkeys(("waiting", "launching", "copying"), 0.0)
         self._has_released = False
+        self._channel = engine_end(descriptor.endpoint, is_signed=bool(descriptor.group))
 
     def serve(self) -> None:
         """Serve until this rank has loaded every byte and the trainer has sent its Commit.

@@ -163,8 +163,8 @@ class BucketStream:
     """Buckets of one trainer rank, sync after sync.
 
     Attributes:
-        buckets: of the last sync, and of the next one if its stream is the same; empty where the
-            last one broke off. Equal on all ranks that have sent the same.
+        buckets: those of the last sync, and of the next one if its stream is the same; empty during
+            a sync, and after one that broke off.
     """
 
     def __init__(self, bucket_bytes: int) -> None:
@@ -175,15 +175,17 @@ class BucketStream:
     def batches(self, weights: Iterable[NamedTensor], report: SyncReport) -> Iterator[Batch]:
         """Yield the buckets of `weights` in order; one bucket and what closes it is held."""
         source = iter(weights)
-        cuts, self._cuts, self.buckets = self._cuts, None, []  # so where the sync breaks off
+        cuts, self._cuts, self.buckets = self._cuts, None, []  # they stay so if the sync breaks off
         batches = self._planned(source, [], 0, report)
         if cuts is not None:
             batches = self._compared(source, cuts, report)
-        sent = []
-        for batch in batches:
+        sent: list[Bucket] = []
+
+        def noted(batch: Batch) -> Batch:
             sent.append(batch.bucket)
-            yield batch
-            del batch  # so that its memory can be used for the next one
+            return batch
+
+        yield from map(noted, batches)  # a loop would hold the tensors while they are sent
         self.buckets = sent
 
     def _compared(

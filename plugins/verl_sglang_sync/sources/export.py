@@ -79,7 +79,9 @@ class Export:
 
 
 def _generator_of(weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-    """It begins at the first tensor, and is at its end when `weights` has failed."""
+    """A generator: `weights` is begun with the first tensor, and once it has failed this is at its
+    end, so that it can be drained.
+    """
     yield from weights
 
 

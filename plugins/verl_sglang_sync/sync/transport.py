@@ -287,13 +287,13 @@ def disaggregated_transport(
     """
     settings = settings.for_session()
     limit_s = settings.timeouts_s.get("group", settings.request_timeout_s)
-    update_groups = partial(UpdateGroups, address=address or "", device=device, timeout_s=limit_s)
+    make_groups = partial(UpdateGroups, address=address or "", device=device, timeout_s=limit_s)
     groups: UpdateGroups | None = None
     ring: StagingRing | None = None
     if address is not None:
-        groups = update_groups()
+        groups = make_groups()
         ring = StagingRing(device, num_buffers=NUM_TRAVELLING, bucket_bytes=settings.bucket_bytes)
-    senders = update_groups(trainers=group)
+    senders = make_groups(trainers=group)
     engines = RemoteEngines(groups, senders, lambda: send.is_proven, settings)
     context = RouteContext(group, device, settings, lambda: engines.readers, world_size())
     folder = cache(SessionFolder)  # made when there is memory that engines map, which it lists

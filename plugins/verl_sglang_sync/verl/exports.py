@@ -78,8 +78,9 @@ def _weights_of(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterab
 
 
 def _sources_of(method: Callable[..., Any], engine: Any) -> Sources | None:
-    """The parameters that an engine's export reads; None if that is not known: a class of the
-    user's own may export something else, say an average of weights, which a trace would spoil.
+    """The parameters that an engine's export reads; None if that is not known. A class of the
+    user's own may keep tensors, say an average of the weights; a traced run of its export would
+    give it some without memory.
     """
     if not method.__module__.startswith("verl."):
         return None
@@ -90,7 +91,7 @@ def _sources_of(method: Callable[..., Any], engine: Any) -> Sources | None:
 
 
 def is_verls_fsdp(method: Callable[..., Any]) -> bool:
-    """True if a `get_per_tensor_param` is that of verl's FSDP engine, of which we know more."""
+    """True if a `get_per_tensor_param` is that of verl's FSDP engine."""
     from verl.workers.engine import FSDPEngine
 
     return method is inspect.unwrap(FSDPEngine.get_per_tensor_param)

@@ -257,8 +257,10 @@ class PulledBuckets(SyncSource, Delivery):
     _keep_mapped: bool
 
     def start(self) -> None:
-        """Wait for what still writes the parameters: once all ranks have, any engine may read. They
-        are held until the sync ends, so that whoever replaces one does not free what is read.
+        """Wait for what still writes the parameters: once all ranks have, any engine may read.
+
+        The parameters are held until the sync ends: one that is replaced meanwhile is not freed
+        while engines read it.
         """
         synchronize(self._route._device)
         with self._report.stage("confirm"):
