@@ -22,7 +22,7 @@ SHARDS = ((0, 16, 16), (1, 32, 16))
 PIECES = [BucketPiece(3, 0, 0, 16), BucketPiece(1, 8, 16, 8)]
 
 
-def message(pieces=PIECES):
+def message(pieces):
     return LoadBucket(
         index=3,
         layout=b"layout",

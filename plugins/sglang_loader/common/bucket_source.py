@@ -57,9 +57,8 @@ class BucketMap:
             self.nbytes = piece.start + piece.nbytes
             places = piece.bytes
             shards = piece.shards or ((piece.slot, 0, places.stop),)
-            if places.nbytes != piece.nbytes or places.stop > sum(
-                nbytes for _, _, nbytes in shards
-            ):
+            room = sum(nbytes for _, _, nbytes in shards)
+            if places.nbytes != piece.nbytes or places.stop > room:
                 raise ValueError(f"the piece at byte {piece.start} leaves its memory")
             for slot, offset, nbytes in shards:
                 self.needs[slot] = max(self.needs.get(slot, 0), offset + nbytes)
