@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import torch
 
 from sglang_loader.common.layout import BucketTensor
+from sglang_loader.common.naming import listed
 from sglang_loader.common.regions.geometry import Region
 from sglang_loader.common.regions.intervals import merge
 from sglang_loader.load_plan.destinations import Destinations
@@ -31,7 +32,6 @@ _TIED_HEAD = "lm_head.weight"
 _EMBEDDING = "embed_tokens.weight"
 _SCALED = frozenset((torch.float8_e4m3fn, torch.float8_e5m2))
 """Dtypes of weights that are stored with a separate scale."""
-MAX_NAMED = 20
 _ROTARY = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 
 
@@ -289,12 +289,6 @@ def _described(tensor: BucketTensor, reason: str, expected: BucketTensor | None)
     if expected is not None and expected.shape != tensor.shape:
         reason += f"; published: {list(expected.shape)}"
     return f"{tensor.name} {list(tensor.shape)} ({reason})"
-
-
-def listed(found: Sequence[str]) -> str:
-    """Names in one line, `MAX_NAMED` of them at most."""
-    more = f", and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
-    return ", ".join(found[:MAX_NAMED]) + more
 
 
 def _pattern(name: str) -> str:
