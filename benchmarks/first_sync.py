@@ -160,7 +160,7 @@ def first_sync(model: Any, buckets: list[Any], *, is_alone: bool = True) -> dict
         timed(times, "finish", model_loader.ModelLoader, "finish"),
     ):
         started = time.process_time()
-        loader.start(engine_context(model), recheck_every_n_syncs=0)
+        loader.start(engine_context(model))
         for index, (layout, buffer) in enumerate(buckets):
             loader.load(index, layout, BucketSource.flat(buffer))
         outcome = loader.finish()

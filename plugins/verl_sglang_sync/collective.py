@@ -45,6 +45,22 @@ class WeightSyncError(RuntimeError):
     """A sync failed; the engine's weights are partly overwritten and must not be used."""
 
 
+@dataclass(frozen=True)
+class Reason:
+    """The reason against a fast way of a sync.
+
+    Attributes:
+        text: for the log.
+        is_final: trying again cannot help. False: the error may pass, such as a lack of memory.
+    """
+
+    text: str
+    is_final: bool
+
+    def __str__(self) -> str:
+        return self.text
+
+
 class RankLost(WeightSyncError):
     """A trainer rank did not take part in a collective; the message names it."""
 
@@ -96,6 +112,14 @@ class TrainerGroup:
         """The items of all ranks, by rank. Raises as `agree`."""
         return [item]
 
+    def begin(self) -> None:
+        """Begin a sync or another stage, which ranks that have left earlier ones take part in."""
+
+    def leave(self, reason: str) -> None:
+        """Leave the collective that the other ranks are in, or will come to: they raise `RankLost`
+        at once, with this rank's `reason`. All ranks meet again in the next stage.
+        """
+
 
 _ids = count()
 
@@ -115,6 +139,7 @@ class TorchTrainerGroup(TrainerGroup):
         self._group: Any = None
         self._id = next(_ids)
         self._number = 0
+        self._is_at_beginning = True  # of a stage: no rank has answered another in it
         self._roll_call: Future[list[int]] | None = None
 
     def gather(self, item: bytes) -> list[bytes] | None:
@@ -132,16 +157,33 @@ class TorchTrainerGroup(TrainerGroup):
         try:
             if self._group is None:
                 self._group = self._new_group()
-            return gather_objects(item, dist.get_world_size(), all_gather)
+            gathered = gather_objects(item, dist.get_world_size(), all_gather)
+            self._is_at_beginning = False
+            return gathered
         # gloo and the store raise RuntimeErrors. After a MemoryError this rank leaves the group,
         # too: its next collective would not be the one that the others are in.
         except (RuntimeError, MemoryError) as error:
             self._group = None
-            lost = self._missing_ranks() or "a rank that has come back since"
+            missing, reasons = self._call_roll()
+            if reasons and not missing and self._is_at_beginning:
+                self._is_at_beginning = False
+                return self.all_gather(item)  # a rank has left at the end of the stage before
+            if reasons and not missing:
+                raise RankLost("weight sync failed\n" + "\n".join(reasons)) from None
+            lost = missing or "a rank that has come back since"
             raise RankLost(
                 f"weight sync failed: {lost} did not answer the other trainer ranks within "
                 f"{self._timeout_s:g} s, or has ended\nrank {dist.get_rank()}: {error}"
             ) from None
+
+    def begin(self) -> None:
+        self._is_at_beginning = True
+
+    def leave(self, reason: str) -> None:
+        if self._group is None:  # lost already, or no rank has met another yet
+            return
+        self._group = None  # closes its connections, at which the other ranks wait
+        self._call_roll(reason)
 
     def _new_group(self) -> Any:
         """A new group; blocks until all ranks have come."""
@@ -156,13 +198,23 @@ class TorchTrainerGroup(TrainerGroup):
         group.set_timeout(limit)
         return group
 
-    def _missing_ranks(self) -> str:
-        """The ranks that give no sign of life, in words; "" if all do. In a thread, since a store
-        that is served by a stopped process never answers.
+    def _call_roll(self, reason: str | None = None) -> tuple[str, list[str]]:
+        """End the group of this number for all ranks, and wait for their signs of life. In a
+        thread, since a store that is served by a stopped process never answers.
+
+        Args:
+            reason: this rank has left the group by itself, for this reason.
+
+        Returns:
+            The ranks that give no sign of life, in words, "" if all do; and the reasons of those
+            that have left by themselves, each with its rank.
         """
+        size, reasons = dist.get_world_size(), list[str]()
 
         def roll_call(_: object) -> list[int]:
             store = self._store()
+            if reason is not None:
+                store.set(f"left/{self._number}/{dist.get_rank()}", reason)
             store.add(f"lost/{self._number}", 1)
             keys = {rank: f"alive/{self._number}/{rank}" for rank in range(dist.get_world_size())}
             store.set(keys.pop(dist.get_rank()), "")
@@ -170,14 +222,17 @@ class TorchTrainerGroup(TrainerGroup):
             while keys and time.monotonic() < deadline:
                 keys = {rank: key for rank, key in keys.items() if not store.check([key])}
                 time.sleep(0.02)
+            for rank in range(size):
+                if store.check([key := f"left/{self._number}/{rank}"]):
+                    reasons.append(f"rank {rank}: {store.get(key).decode()}")
             return list(keys)
 
         self._roll_call = in_thread(roll_call, "weight-sync-roll-call")
         try:
             missing = self._roll_call.result(2 * ROLL_CALL_S)
         except (TimeoutError, RuntimeError):
-            return STORE_LOST
-        return ", ".join(f"rank {rank}" for rank in missing)
+            return STORE_LOST, []
+        return ", ".join(f"rank {rank}" for rank in missing), reasons
 
     def _store(self) -> PrefixStore:
         """Torch's store with keys of this group only; all ranks make groups in the same order."""
@@ -200,6 +255,7 @@ async def run_in_step(
         WeightSyncError: on every rank, if it failed on any.
     """
     task = asyncio.ensure_future(asyncio.sleep(0) if work is None else work)
+    group.begin()
     try:
         while True:
             failure = None
@@ -211,6 +267,11 @@ async def run_in_step(
                 raise WeightSyncError(f"stage {stage!r} failed\n" + "\n".join(result.failures))
             if result.is_ready:
                 return
+    except WeightSyncError:
+        raise
+    except BaseException as error:  # of this rank alone: an interrupt, or a cancelled task
+        group.leave(f"stage {stage!r}: {error!r}")
+        raise
     finally:
         task.cancel()
 
@@ -220,25 +281,34 @@ def holds_everywhere(group: TrainerGroup, holds: bool) -> bool:
 
 
 def result_or_reason(
-    step: Callable[[], Result], *expected: type[Exception]
-) -> tuple[Result | None, str | None]:
-    """A step's result and None, or None and the error in words, for the other ranks.
+    step: Callable[[], Result],
+    *final: type[Exception],
+    passing: tuple[type[Exception], ...] = (),
+) -> tuple[Result | None, Reason | None]:
+    """A step's result and None, or None and the error as a reason, for the other ranks.
 
     Args:
         step: must not be collective.
-        expected: errors of which the message is enough; of others it is the traceback.
+        final: errors of which the message is enough, and which trying again cannot help.
+        passing: errors of which the message is enough, and which may pass. Any other error may
+            pass, too, and its reason has the traceback.
     """
     try:
         return step(), None
-    except expected as error:
-        return None, str(error)
+    except final as error:
+        return None, Reason(str(error), is_final=True)
+    except passing as error:
+        return None, Reason(str(error), is_final=False)
     except Exception:
-        return None, traceback.format_exc()
+        return None, Reason(traceback.format_exc(), is_final=False)
 
 
-def common_reason(group: TrainerGroup, reason: str | None) -> str | None:
-    """All ranks' reasons against something; None if there is no reason; collective."""
-    return "; ".join(group.agree(reason).failures) or None
+def common_reason(group: TrainerGroup, reason: Reason | None) -> Reason | None:
+    """All ranks' reasons against something, as one; None if there is no reason; collective."""
+    gathered: list[Reason | None] = group.all_gather(reason)
+    texts = [f"rank {rank}: {each}" for rank, each in enumerate(gathered) if each is not None]
+    is_final = any(each is not None and each.is_final for each in gathered)
+    return Reason("; ".join(texts), is_final) if texts else None
 
 
 def world_size() -> int:

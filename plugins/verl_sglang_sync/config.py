@@ -25,6 +25,7 @@ from verl_sglang_sync.engine.server_client.router import KEY_VARIABLE
 from verl_sglang_sync.stages import SLEEP_ORDER, WAKE_ORDER, StageOrder
 
 Mode = Literal["bucketed", "flattened", "compiled"]
+OnFallback = Literal["warn", "error"]
 DraftWeights = Literal["auto", "synced", "frozen"]
 MODES: tuple[str, ...] = get_args(Mode)
 PRESETS = (*MODES, "disaggregated")
@@ -84,7 +85,8 @@ class WeightSyncConfig:
     router_url: str | None = None
     manifest_check: ManifestCheck = "error"
     draft_weights: DraftWeights = "auto"
-    recheck_every_n_syncs: Count = 0
+    prove_every_n_syncs: Count = 0
+    on_fallback: OnFallback = "warn"
     keep_staging_buffers: bool = False
     read_in_place: bool = True
     exchange_shards: bool = True
@@ -166,12 +168,18 @@ class WeightSyncConfig:
 
 
 COMPILED_KEYS = (
-    "recheck_every_n_syncs",
+    "prove_every_n_syncs",
+    "on_fallback",
     "keep_staging_buffers",
     "read_in_place",
     "exchange_shards",
 )
 """Keys of a preset that apply only to mode "compiled"."""
+REPLACED = {
+    "recheck_every_n_syncs": "this key has gone; set prove_every_n_syncs, which compares what the "
+    "engines hold with the full export"
+}
+"""Keys of earlier releases, and what replaces them."""
 VERL_KEYS = ("exports_draft", "bucket_bytes", "multi_stage_wake_up", "free_cache_engine")
 """Settings that are keys of verl's."""
 PRESET_KEYS = [
@@ -242,6 +250,7 @@ def _checked_section(section: Any) -> Mapping[str, Any]:
         if key not in allowed:
             is_compiled = key in COMPILED_KEYS
             problem = f"only for mode 'compiled', not {mode!r}" if is_compiled else "unknown key"
+            problem = REPLACED.get(key, problem)
             raise ValueError(
                 f"{SECTION}.{key}={section[key]!r}: {problem}; allowed: {', '.join(allowed)}"
             )

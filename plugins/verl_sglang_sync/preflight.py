@@ -211,7 +211,7 @@ SLEEP_KEYS = ("host_backup", "sleep_order", "wake_order")
 """Keys of engines whose weights sleep."""
 
 SYNC_KEYS = (
-    *("timeouts_s", "manifest_check", "recheck_every_n_syncs"),
+    *("timeouts_s", "manifest_check", "prove_every_n_syncs", "on_fallback"),
     *("read_in_place", "exchange_shards", "draft_weights"),
 )
 """Keys that apply to every sync of ours, and not to verl's own update. `report_file` is not among

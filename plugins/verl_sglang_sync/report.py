@@ -56,6 +56,7 @@ class SyncReport:
     seconds: dict[str, float] = field(default_factory=dict)
     started_at: dict[str, float] = field(default_factory=dict)
     engine_seconds: dict[str, float] = field(default_factory=dict)
+    is_proven: bool | None = None
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -96,6 +97,8 @@ class SyncReport:
             "host_gigabytes": max(host_bytes, default=0) / 1e9,
             **{f"num_{what}": getattr(self, f"num_{what}") for what in COUNTED},
         }
+        if self.is_proven is not None:
+            found["proven"] = float(self.is_proven)
         if spent := self.seconds.get("sync"):
             found["gigabytes_per_s"] = self.payload_bytes / 1e9 / spent
         return {f"{METRICS}/{name}": value for name, value in found.items()}
@@ -139,7 +142,7 @@ class SyncReport:
         who = "" if self.replica is None else f", replica {self.replica}"
         return (
             f"{self.mode}{who}, version {self.weight_version}: {self.payload_bytes / 1e9:.3g} GB "
-            f"in {spent:.3g} s, {self.num_buckets} buckets{self._route}{self._memory}"
+            f"in {spent:.3g} s, {self.num_buckets} buckets{self._route}{self._proof}{self._memory}"
         )
 
     @property
@@ -154,6 +157,12 @@ class SyncReport:
             (self.num_eager, "loaded by load_weights"),
         )
         return "".join(f", {num} {how}" for num, how in counts if num)
+
+    @property
+    def _proof(self) -> str:
+        if self.is_proven is None:
+            return ""
+        return ", proven bit for bit" if self.is_proven else ", NOT what the trainer had: see above"
 
     @property
     def _memory(self) -> str:

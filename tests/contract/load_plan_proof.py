@@ -74,7 +74,7 @@ def split(weights, how):
 
 def sync(loader, model, weights, how):
     """One sync as a session makes it: by the plan, or eagerly where none holds."""
-    loader.start(engine_context(model), recheck_every_n_syncs=0)
+    loader.start(engine_context(model))
     for i, bucket in enumerate(split(weights, how)):
         layout, buffer = packed(bucket)
         loader.load(i, layout, BucketSource.flat(buffer))

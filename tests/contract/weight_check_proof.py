@@ -37,7 +37,7 @@ def check(model, specs, *, published, gather=_alone, uses_plan=False):
 def _load_zeros(model, layout, uses_plan):
     """What `load_weights` refuses, as its error names it."""
     loader = loader_of(model)
-    loader.start(engine_context(model), recheck_every_n_syncs=0, uses_plan=uses_plan)
+    loader.start(engine_context(model), uses_plan=uses_plan)
     source = BucketSource.flat(torch.zeros(layout.nbytes, dtype=torch.uint8))
     try:
         loader.load(0, layout, source)

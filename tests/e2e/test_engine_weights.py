@@ -17,7 +17,7 @@ from support.sender import Senders
 from support.served import Served, served
 from support.sync_checks import (
     MODES,
-    RECHECKED,
+    PROVEN,
     SCALES,
     STAGED,
     Syncs,
@@ -75,9 +75,8 @@ def test_every_way_of_a_sync_leaves_what_the_eager_loader_does(case):
     for settings in ({"keep_staging_buffers": True}, {"keep_staging_buffers": False}):
         for reports in of_ranks(syncs(**STAGED, **settings)):
             assert all(report["num_replayed"] == report["num_buckets"] for report in reports[1:])
-    for reports in of_ranks(syncs(**STAGED, **RECHECKED))[:1]:
-        due = ["due for a check" in (report["eager_reason"] or "") for report in reports]
-        assert due == [True, False, True, False]  # the syncs before were replayed without one
+    for reports in of_ranks(syncs(**STAGED, **PROVEN)):
+        assert [report["is_proven"] for report in reports] == [None, True, None, True]
     for way in (syncs("kept"), syncs.pulled):
         check_pulled(way, EVERY)
     for export in ("kept", "mapped"):

@@ -21,7 +21,7 @@ WAYS = (
     ("flattened", {}),
     ("bucketed", {}),
     ("compiled", {}),
-    ("compiled", {"recheck_every_n_syncs": 2, "keep_staging_buffers": True}),
+    ("compiled", {"prove_every_n_syncs": 2, "keep_staging_buffers": True}),
 )
 
 

@@ -19,7 +19,7 @@ Way = list[list[dict[str, Any]]]
 """Of each sync of `SCALES`, every rank's report."""
 
 STAGED: dict[str, Any] = {"read_in_place": False}
-RECHECKED = {"recheck_every_n_syncs": 2}
+PROVEN = {"prove_every_n_syncs": 2}
 
 
 def check_mode(engine: Served, ranks: Ranks, mode: str) -> None:

@@ -166,10 +166,12 @@ class Seen:
         num_exports: how often each parameter was gathered in those with an export.
         num_gathers: calls of `full_tensor` in those without one.
         errors: of those that failed.
-        recoveries: of routes that did not hold.
+        recoveries: how syncs by routes that did not hold were made again.
         num_handles: that were made for engines, by sync.
         keeps: the engines keep mapped what was pulled last.
         off: why the route is not taken.
+        state: of the route.
+        proven: of the good ones.
         report: of the last good one.
     """
 
@@ -182,6 +184,8 @@ class Seen:
     num_handles: list[int] = field(default_factory=list)
     keeps: bool = False
     off: str | None = None
+    state: str = ""
+    proven: list[bool | None] = field(default_factory=list)
     report: dict[str, Any] = field(default_factory=dict)
 
 
@@ -196,9 +200,9 @@ class Rank:
     """
 
     def __init__(
-        self, route, kind, *, recheck=0, dtype="float32", is_shared=True, strategy="fsdp2"
+        self, route, kind, *, prove=0, dtype="float32", is_shared=True, strategy="fsdp2", **keys
     ):
-        self.model = sharded(kind, getattr(torch, dtype), strategy)
+        self.name, self.model = route, sharded(kind, getattr(torch, dtype), strategy)
         if is_shared:
             for tensor in [*self.model.parameters(), *self.model.buffers()]:
                 local_of(tensor).untyped_storage().share_memory_()
@@ -213,11 +217,12 @@ class Rank:
             "compiled",
             self.group,
             bucket_bytes=BUCKET_BYTES,
-            recheck_every_n_syncs=recheck,
+            prove_every_n_syncs=prove,
             read_in_place=route == "pull",
             exchange_shards=route == "exchange",
             manifest_check="off",
             free_cache_engine=False,
+            **keys,
         )
         pull, exchange = self.transport._routes
         exchange._piece_nbytes = PIECE_BYTES
@@ -244,19 +249,22 @@ class Rank:
                 report = synced(self.transport, self.export)
             except WeightSyncError as failed:
                 self.seen.errors.append(str(failed))
+            except KeyboardInterrupt:
+                self.seen.errors.append("interrupted")
         seen = self.seen
         seen.num_handles.append(self._num_handles)
         seen.keeps = self.transport._routes[0]._located is not None
-        seen.off = self.route.off_reason
+        seen.state, seen.off = self.route.state.name, self.route.reason
         if report is not None:
             counts = {"pull": report.num_pulled, "exchange": report.num_exchanged}
             seen.routes.append(next((name for name, num in counts.items() if num), "export"))
             seen.wrong.append(self.wrong())
             seen.report = asdict(report)
+            seen.proven.append(report.is_proven)
             if seen.routes[-1] == "export":
                 num_sharded = sum(isinstance(t, DTensor) for t in self.model.state_dict().values())
                 seen.num_exports.append(gather.call_count / num_sharded)
-            else:
+            elif report.is_proven is None:
                 seen.num_gathers += gather.call_count
 
     def wrong(self):

@@ -28,7 +28,7 @@ from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sync.transport import colocated_transport
 
 NO_STEPS = session.SessionSteps(
-    after_join=lambda: None, before_loading=lambda layout: None, after_load=lambda: None
+    after_join=lambda: None, before_writing=lambda: None, before_loading=lambda layout: None
 )
 
 _thread = threading.local()
@@ -187,16 +187,20 @@ class ServingEngine:
         assert len(handles) == len(self.models)
         failures = []
         self.checks = [decode_descriptor(handle).manifest_check for handle in handles]
-        agreed = threading.Barrier(len(handles), action=lambda: self._answer(reply, failures))
+        loaded_badly: list[list[str]] = []
+        agreed = (
+            threading.Barrier(len(handles), action=lambda: loaded_badly.append([*failures])),
+            threading.Barrier(len(handles), action=lambda: self._answer(reply, failures)),
+        )
         for rank, handle in enumerate(handles):
             before = self._serving.get(rank)
-            arguments = (rank, handle, failures, agreed, before)
+            arguments = (rank, handle, failures, loaded_badly, agreed, before)
             self._serving[rank] = threading.Thread(target=self._serve, args=arguments, daemon=True)
             self._serving[rank].start()
         if sent is not None:
             sent.set()
 
-    def _serve(self, rank, handle, failures, agreed, before):
+    def _serve(self, rank, handle, failures, loaded_badly, agreed, before):
         if before is not None:  # a scheduler serves one request after the other
             before.join()
         _thread.state, _thread.rank = self._states[rank], rank
@@ -212,17 +216,24 @@ class ServingEngine:
             models = [*self.drafts, model]
             opened = session.Session(descriptor, models, NO_STEPS, group[0], senders)
             del senders
-            opened.serve()
+            opened.load()
             served = opened
             if self.refuses is not None:
                 failures.append(f"TP rank {rank}: {self.refuses}")
         except Exception:
             failures.append(f"TP rank {rank}: {traceback.format_exc()}")
         threading.Thread(target=group.clear, daemon=True).start()
-        agreed.wait()
+        have_loaded, have_ended = agreed
+        have_loaded.wait()
+        if loaded_badly == [[]]:
+            try:
+                served.confirm()
+            except Exception:
+                failures.append(f"TP rank {rank}: {traceback.format_exc()}")
+        have_ended.wait()
         time.sleep(self.tells_late_s)
         if served is not None:
-            served.conclude(failures)
+            served.conclude(failures, "misfit" if self.refuses else "other")
 
     def _answer(self, reply, failures):
         if reply.cancelled():

@@ -191,7 +191,7 @@ def test_an_engine_rank_that_fails_is_named_and_nothing_is_published(groups, rep
     )
     assert f"the engine refused bucket {at}" in str(raised.value)
     assert [engine.num_published for engine in groups.engines] == [1, 1]
-    assert groups.num_abandoned == 1
+    assert groups.num_abandoned == 2, "it is tried twice"
     groups.engines[replica].models[rank].fails_at = None
     sync(weights())
     assert [engine.num_published for engine in groups.engines] == [2, 2]
@@ -221,7 +221,7 @@ def test_an_export_that_fails_ends_all_sessions(groups):
     assert [engine.num_published for engine in groups.engines] == [0, 0]
     with pytest.raises(WeightSyncError, match="exported no tensor"):
         sync([])
-    assert groups.num_abandoned == 2
+    assert groups.num_abandoned == 3, "an export that is there only once is tried once"
     sync(weights())
     for thread in (thread for engine in groups.engines for thread in engine._serving.values()):
         thread.join(10)
@@ -246,7 +246,7 @@ def test_the_group_of_a_sync_that_a_reply_has_failed_ends_at_once(groups, monkey
     try:
         with contextlib.suppress(WeightSyncError):
             sync(weights())
-        assert groups.num_abandoned == 1
+        assert groups.num_abandoned == 2, "it is tried twice"
         assert group() is None
     finally:
         gc.enable()

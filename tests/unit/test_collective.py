@@ -20,6 +20,7 @@ from verl_sglang_sync.collective import (
     MARGIN_S,
     Agreement,
     RankLost,
+    Reason,
     TorchTrainerGroup,
     TrainerGroup,
     common_reason,
@@ -28,6 +29,7 @@ from verl_sglang_sync.collective import (
 )
 
 TIMEOUT_S = 2.0
+SLOW = Reason("slow", is_final=False)
 
 
 LENGTHS = (0, 3, SHORT_NBYTES - HEADER_NBYTES, 5 * SHORT_NBYTES)
@@ -47,7 +49,7 @@ def each_asks():
         group.all_gather({"rank": rank}),
         [len(text) for text in group.all_gather("x" * LENGTHS[rank])],
         [holds_everywhere(group, rank != absent) for absent in (2, None)],
-        [common_reason(group, "slow" if rank == slow else None) for slow in (None, 3)],
+        [common_reason(group, SLOW if rank == slow else None) for slow in (None, 3)],
     )
 
 
@@ -192,7 +194,7 @@ def test_a_process_on_its_own_agrees_with_itself():
 def test_items_reach_the_leader_or_everyone(pool):
     everyone = [{"rank": rank} for rank in range(WORLD_SIZE)]
     gathered = [[b"\0", b"\1"], None, [b"\2", b"\3"], None]
-    told = everyone, list(LENGTHS), [False, True], [None, "rank 3: slow"]
+    told = everyone, list(LENGTHS), [False, True], [None, Reason("rank 3: slow", is_final=False)]
     assert pool.run(each_asks) == [(items, *told) for items in gathered]
 
 

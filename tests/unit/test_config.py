@@ -78,7 +78,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 A_NUMBER = "expected a number greater than 0 and at most 86400"
 OPERATIONS = ", ".join(LIMITS)
 IN_SECTION = {  # key: values, and what is allowed
-    "recheck_every_n_syncs": ((-1, 1.5, True, "2"), "whole number from 0"),
+    "prove_every_n_syncs": ((-1, 1.5, True, "2"), "whole number from 0"),
     "keep_staging_buffers": ((1, "true", None), "allowed: true, false"),
     "read_in_place": ((0, "no", None), "allowed: true, false"),
     "exchange_shards": ((1, "fsdp", None), "allowed: true, false"),

@@ -45,7 +45,7 @@ class TestRecipe:
             (COMPILED, "Wake-up: weights, sync, kv_cache"),
             ((*COMPILED, f"{ROLLOUT}.multi_stage_wake_up=False"), "Wake-up: weights, kv_cache, sy"),
             ((*COMPILED, f"{ROLLOUT}.free_cache_engine=False"), "Nothing sleeps: free_cache_"),
-            ((*COMPILED, f"{SECTION}.recheck_every_n_syncs=9"), "checked again every 9 syncs"),
+            ((*COMPILED, f"{SECTION}.prove_every_n_syncs=9"), "proven again every 9 syncs"),
             ((*COMPILED, *MEGATRON, f"{ROLLOUT}.tensor_model_parallel_size=2"), IN_PLACE),
             (
                 (*COMPILED, *MEGATRON, f"{ACTOR}.megatron.vanilla_mbridge=True"),

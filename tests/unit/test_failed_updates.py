@@ -7,10 +7,12 @@ from unittest.mock import Mock
 
 import msgspec
 import pytest
+import torch
 
 from sglang_loader.hooks import weights
 from sglang_loader.hooks.tp_ranks import TPRanks
 from sglang_loader.host_backup.backup import create_backup
+from sglang_loader.load_plan.executor import PlanExecutor
 from sglang_loader.session.findings import Verdict
 from sglang_loader.session.model_loader import loader_of
 from sglang_loader.upstream import UpdateFrame
@@ -84,7 +86,7 @@ class Engine:
             tp_cpu_group=None,
         )
 
-    def session(self, value, *, names=NAMES, fails=None, check="off"):
+    def session(self, value, *, names=NAMES, fails=None, check="off", is_last=True):
         """As `_serve_session`, without the socket; `fails` once loading has begun."""
 
         def load(update):
@@ -95,14 +97,13 @@ class Engine:
                 if fails is not None:
                     raise RuntimeError(fails)
             sync(self.loader, value, layouts=layouts_of(names))
-            update.view_sync()
 
-        return self.update(load)
+        return self.update(load, is_last)
 
-    def update(self, load):
+    def update(self, load, is_last=True):
         request = SimpleNamespace(torch_empty_cache=False, weight_version="7")
         self.last = weights.WeightUpdate(self._updater, request)
-        return self.last.run(lambda: load(self.last))
+        return self.last.run(lambda: load(self.last), lambda: is_last)
 
     def look_at(self, *_):
         self.num_looked_at += 1
@@ -203,7 +204,7 @@ def test_memory_that_the_model_has_left_is_not_missed_for_ever(engine):
 def test_bytes_that_are_undefined_on_another_rank_are_not_served_here(engine):
     engine.others, engine.undefined = [(None, True, False)], "TP rank 1: 8 bytes are undefined"
     assert engine.session(3.0) == [engine.undefined]
-    assert engine.gate[-1] == engine.undefined
+    assert engine.gate[-1] == "the weights are not complete: the last sync was not complete"
     engine.undefined = None
     assert engine.session(4.0) == []
     assert engine.gate[-1] is None
@@ -300,6 +301,48 @@ def test_a_reply_tells_that_a_kernel_does_not_work(engine, monkeypatch):
     monkeypatch.setattr(weights, "fallbacks", ["torch copies weights, slower"])
     assert engine.session(3.0) == []
     assert engine.last.remarks == ["in the engine torch copies weights, slower"]
+
+
+def test_no_request_runs_between_two_sessions_of_a_sync(engine):
+    assert engine.session(3.0, is_last=False) == []
+    assert engine.gate[-1] == weights.ANOTHER_SESSION
+    assert engine.backup.stale is None, "what it brought is complete"
+    assert engine.session(3.0) == []
+    assert engine.gate[-1] is None
+
+
+def test_weights_that_a_proof_may_have_overwritten_are_not_served(engine):
+    def poisoned(update):
+        update.begin_writing()
+        raise RuntimeError("the proof failed")
+
+    [failure] = engine.update(poisoned)
+    assert "the proof failed" in failure
+    assert "the weights are not complete" in str(engine.gate[-1])
+    assert engine.session(4.0) == []
+    assert engine.gate[-1] is None
+
+
+def test_a_replay_that_fails_midway_leaves_defined_weights(engine, monkeypatch):
+    """`load_weights` has written what the plan would have, so nothing is undefined after it."""
+    engine.sleep_and_wake()
+    replay = PlanExecutor.replay
+
+    def fails_once(executor, index, *arguments):
+        if index == 1:
+            raise torch.OutOfMemoryError("no memory")
+        replay(executor, index, *arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PlanExecutor, "replay", fails_once)
+        assert engine.session(3.0) == []
+    check_loaded(engine.model, 3.0)
+    assert engine.gate[-1] is None and engine.backup.stale is None
+    assert engine.loader.plan is None
+    engine.sleep_and_wake()
+    assert engine.session(4.0) == [], "all was saved, and another plan is made"
+    check_loaded(engine.model, 4.0)
+    assert engine.loader.plan is not None
 
 
 # SGLang's own update.

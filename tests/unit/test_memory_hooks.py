@@ -62,12 +62,14 @@ class Worker:
         return [("target", self.model_runner)]
 
     def open_session(self, descriptor, models, steps):
-        def serve():
+        def load():
             steps.after_join()
             steps.before_loading(LAYOUT)
             self.update()
 
-        return SimpleNamespace(serve=serve, conclude=lambda failures: None)
+        return SimpleNamespace(
+            load=load, confirm=lambda: True, conclude=lambda failures, failure: None
+        )
 
 
 def updater_with(**fields):
@@ -104,7 +106,9 @@ def updater(world_of_one, monkeypatch):
     guard = "_assert_weight_cache_inactive"  # asks the server's arguments, from 0.5.17 on
     monkeypatch.setattr(SchedulerWeightUpdaterManager, guard, lambda *_: None, raising=False)
     monkeypatch.setattr(weight_updater_hooks, "Session", made.tp_worker.open_session)
-    descriptor = SimpleNamespace(manifest_check="off", syncs_draft=False, group="", senders="")
+    descriptor = SimpleNamespace(
+        manifest_check="off", syncs_draft=False, proof="none", group="", senders=""
+    )
     monkeypatch.setattr(weight_updater_hooks, "decode_descriptor", lambda invitation: descriptor)
     return made
 

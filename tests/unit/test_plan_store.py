@@ -91,9 +91,9 @@ def bucket_of(layout, value):
     return buffer
 
 
-def sync(loader, value, *, layouts=None, context=CONTEXT, recheck=0):
+def sync(loader, value, *, layouts=None, context=CONTEXT, is_eager=False):
     """By whole buckets, which stay as they are; returns the outcome."""
-    loader.start(context, recheck_every_n_syncs=recheck)
+    loader.start(context, is_eager=is_eager)
     for index, layout in enumerate(layouts_of() if layouts is None else layouts):
         buffer = bucket_of(layout, value)
         before = buffer.clone()
@@ -169,7 +169,7 @@ def test_a_tensor_that_the_loader_keeps_stays_what_it_was(uses_plan):
     model = Waits()
     loader = loader_of(model)
     for value in (1.0, 2.0, 3.0):
-        loader.start(CONTEXT, recheck_every_n_syncs=0, uses_plan=uses_plan)
+        loader.start(CONTEXT, uses_plan=uses_plan)
         staging = torch.zeros(layouts_of()[0].nbytes, dtype=torch.uint8)
         for index, layout in enumerate(layouts_of()):
             staging.copy_(bucket_of(layout, value + 10 * index))
@@ -217,17 +217,17 @@ def test_a_source_is_never_changed():
         check_loaded(model, value + 1)
 
 
-def test_a_recheck_finds_a_loader_that_changed_its_mind(caplog):
+def test_an_eager_sync_keeps_the_plan():
     model = Model()
     loader = loader_of(model)
     sync(loader, 1.0)
-    assert sync(loader, 1.0, recheck=1).num_eager == 2
-    assert sync(loader, 1.0).num_replayed == 2, "the check was good"
-    original = model.load_weights
-    model.load_weights = lambda weights: original((n, t + 1) for n, t in weights)
-    with caplog.at_level(logging.WARNING):
-        outcome = sync(loader, 2.0, recheck=1)
-    assert "differ from what load_weights loads" in outcome.reason
+    plan, calls = loader.plan, model.calls
+    outcome = sync(loader, 2.0, is_eager=True)
+    assert (outcome.num_eager, outcome.may_read_in_place) == (2, True)
+    assert model.calls == calls + 2, "each bucket is loaded once"
+    check_loaded(model, 2.0)
+    assert loader.plan is plan
+    assert sync(loader, 3.0).num_replayed == 2
     check_loaded(model, 3.0)
 
 
@@ -260,12 +260,12 @@ def arrangements_of(loader):
     return [arrangement for _, arrangement in buckets]
 
 
-def sync_halves(loader, value, *, recheck=0):
-    return sync(loader, value, layouts=LAYOUTS, recheck=recheck)
+def sync_halves(loader, value, *, is_eager=False):
+    return sync(loader, value, layouts=LAYOUTS, is_eager=is_eager)
 
 
 def sync_arranged(loader, value):
-    loader.start(CONTEXT, recheck_every_n_syncs=0)
+    loader.start(CONTEXT)
     for index, layout in enumerate(LAYOUTS):
         gathered = gather(arrangements_of(loader)[index], layout, bucket_of(layout, value))
         assert loader.load(index, layout, BucketSource.flat(gathered), arranged=True)
@@ -288,7 +288,7 @@ def loader(model):
 def test_an_arranged_sync_is_the_same_sync():
     model = Half()
     loader = loader_of(model)
-    loader.start(CONTEXT, recheck_every_n_syncs=0)
+    loader.start(CONTEXT)
     assert loader.plan is None
     assert loader.arranged is loader.arrange() is ALL_WHOLE
     sync_halves(loader, 1.0)
@@ -301,16 +301,16 @@ def test_an_arranged_sync_is_the_same_sync():
     assert model.calls == calls
 
 
-def test_nothing_is_arranged_before_it_is_asked_for_and_a_check_needs_whole_buckets(loader):
-    loader.start(CONTEXT, recheck_every_n_syncs=0)
+def test_nothing_is_arranged_before_it_is_asked_for_and_an_eager_sync_needs_whole_buckets(loader):
+    loader.start(CONTEXT)
     assert loader.arranged is ALL_WHOLE
     first, arranged = loader.plan, loader.arrange()
     assert loader.arranged is arranged is not ALL_WHOLE
-    loader.start(CONTEXT, recheck_every_n_syncs=1)
+    loader.start(CONTEXT, is_eager=True)
     assert loader.arranged is ALL_WHOLE
-    assert sync_halves(loader, 2.0, recheck=1).reason.startswith("the plan was due for a check")
+    assert sync_halves(loader, 2.0, is_eager=True).num_eager == 2
     assert loader.plan is first
-    loader.start(CONTEXT, recheck_every_n_syncs=0)
+    loader.start(CONTEXT)
     assert loader.arranged is arranged
 
 
@@ -347,10 +347,10 @@ def test_a_bucket_that_came_arranged_is_never_loaded_otherwise():
             loader.load(index, layout, source, arranged=True)
         assert model.calls == calls
 
-    loader.start(CONTEXT, recheck_every_n_syncs=0)
+    loader.start(CONTEXT)
     check_refused("no arrangement of this bucket", 0, LAYOUTS[0])
     sync_halves(loader, 1.0)
-    loader.start(CONTEXT, recheck_every_n_syncs=1)
+    loader.start(CONTEXT, is_eager=True)
     check_refused("no arrangement of this bucket", 0, LAYOUTS[0])
     for index, layout, reason in (
         (0, LAYOUTS[1], "bucket 0 has another layout"),
@@ -359,13 +359,13 @@ def test_a_bucket_that_came_arranged_is_never_loaded_otherwise():
         sync_halves(loader, 2.0)
         sync_halves(loader, 2.0)
         loader.arrange()
-        loader.start(CONTEXT, recheck_every_n_syncs=0)
+        loader.start(CONTEXT)
         check_refused(reason, index, layout)
         assert loader.plan is None
         check_refused(reason, 1, LAYOUTS[1])
     sync_halves(loader, 3.0)
     loader.arrange()
-    loader.start(CONTEXT, recheck_every_n_syncs=0)
+    loader.start(CONTEXT)
     check_refused("in no piece", 0, LAYOUTS[0], error=ValueError, nbytes=1023)
     assert sync_halves(loader, 5.0).num_replayed == 2
     check_loaded(model, 5.0)
@@ -377,7 +377,7 @@ def test_whole_buckets_may_follow_arranged_ones(model, loader, second):
     layout = LAYOUTS[1]
     if second == "another layout":
         (layout,) = layouts_of("dc", WIDTH)
-    loader.start(CONTEXT, recheck_every_n_syncs=0)
+    loader.start(CONTEXT)
     first = gather(arrangement, LAYOUTS[0], bucket_of(LAYOUTS[0], 2.0))
     assert loader.load(0, LAYOUTS[0], BucketSource.flat(first), arranged=True)
     whole = BucketSource.flat(bucket_of(layout, 2.0))

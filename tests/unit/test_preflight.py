@@ -229,7 +229,8 @@ OTHER_VALUES = {
     "router_url": "http://router:1",
     "manifest_check": "warn",
     "draft_weights": "synced",
-    "recheck_every_n_syncs": 2,
+    "prove_every_n_syncs": 2,
+    "on_fallback": "error",
     "keep_staging_buffers": True,
     "read_in_place": False,
     "exchange_shards": False,
@@ -238,7 +239,7 @@ STALE_LIMIT = "stale_requests_timeout_s"
 SLEEP = {"host_backup", "sleep_order", "wake_order"}
 COLOCATED = {"keep_staging_buffers"}
 SYNC = {
-    *("timeouts_s", "manifest_check", "recheck_every_n_syncs"),
+    *("timeouts_s", "manifest_check", "prove_every_n_syncs", "on_fallback"),
     *("read_in_place", "exchange_shards"),
 }
 NCCL = {f"{ROLLOUT}.checkpoint_engine.backend": "nccl"}

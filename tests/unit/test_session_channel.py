@@ -76,7 +76,7 @@ def all_came(end, num_messages):
 def test_an_abort_overtakes_what_was_sent_before_it(ends):
     trainer, engine = ends
     trainer.send(wire.Welcome)
-    trainer.send(wire.Commit)
+    trainer.send(wire.Commit, is_last=True)
     trainer.send(wire.Abort, reason="another rank failed")
     all_came(engine, 3)
     kinds = [type(engine.receive()) for _ in range(3)]
@@ -85,7 +85,7 @@ def test_an_abort_overtakes_what_was_sent_before_it(ends):
 
 def test_nothing_counts_that_a_dead_trainer_sent_but_why_it_aborted(ends):
     trainer, engine = ends
-    trainer.send(wire.Commit)
+    trainer.send(wire.Commit, is_last=True)
     trainer.send(wire.Abort, reason="another rank failed")
     all_came(engine, 2)
     trainer.close()
@@ -163,7 +163,7 @@ def test_an_engine_that_was_left_does_not_take_the_place_of_another(ends):
 SETTINGS = settings_of("compiled", request_timeout_s=20.0, manifest_check="off")
 
 
-HELLO = {"buffers": [], "arrangements": ""}
+HELLO = {"buffers": [], "plan": "", "arrangements": ""}
 
 
 @pytest.fixture

@@ -77,7 +77,8 @@ class Engine(threading.Thread):
     Args:
         encoded: the trainer's descriptor.
         model: to be loaded.
-        after_join: as in `SessionSteps`; `after_load` likewise.
+        after_join: as in `SessionSteps`.
+        after_load: judges what was loaded, before the trainer hears of it.
 
     Attributes:
         error: what it raised.
@@ -89,8 +90,9 @@ class Engine(threading.Thread):
         super().__init__()
         self._descriptor, self.model = decode_descriptor(encoded), model
         self._steps = session.SessionSteps(
-            after_join=after_join, before_loading=self.begin, after_load=after_load
+            after_join=after_join, before_writing=lambda: None, before_loading=self.begin
         )
+        self._after_load = after_load
         self.error = None
         self.has_begun = self.has_served = False
 
@@ -100,7 +102,13 @@ class Engine(threading.Thread):
     def run(self):
         try:
             opened = session.Session(self._descriptor, [self.model], self._steps)
-            opened.serve()
+            opened.load()
+            try:
+                self._after_load()
+            except Exception as error:
+                opened.conclude([str(error)])
+                raise
+            opened.confirm()
         except Exception as error:
             self.error = error
             return
@@ -179,7 +187,7 @@ def test_what_was_committed_is_published(event, trainer, ring):
     wait_until_done(trainer, 1)
     assert event.waited, "told to be done while the device was at it"
     outcome = wait_until_loaded(trainer)
-    trainer.commit(lambda: None)
+    trainer.commit(lambda: None, is_last=True)
     trainer.wait_until_published()
     engine.join()
     assert engine.error is None
@@ -209,7 +217,7 @@ def test_only_what_is_committed_and_not_given_up_is_served(
     engine = joined(trainer, model)
     send_all(trainer, ring)
     if has_committed:
-        trainer.commit(lambda: None)
+        trainer.commit(lambda: None, is_last=True)
     else:
         held_up.set()
         wait_until_loaded(trainer)
@@ -220,7 +228,7 @@ def test_only_what_is_committed_and_not_given_up_is_served(
     elif then == "dies":
         trainer._channel.close()
     elif not has_committed:
-        trainer.commit(lambda: None)
+        trainer.commit(lambda: None, is_last=True)
     time.sleep(0.3)
     held_up.set()
     if then == "nothing":
@@ -299,7 +307,7 @@ def serve_whole(trainer, ring, engine):
     """A session that ends well."""
     send_all(trainer, ring)
     wait_until_loaded(trainer)
-    trainer.commit(lambda: None)
+    trainer.commit(lambda: None, is_last=True)
     trainer.wait_until_published()
     engine.join(20)
     assert engine.has_served
@@ -339,7 +347,7 @@ def test_every_handle_is_used_also_of_memory_that_is_mapped(event, monkeypatch):
             trainer.load(0, batch.bucket, pieces, read_only=True)
             trainer.finish(num_buckets=1, num_tensors=2, arrangements=None)
             wait_for([alone(trainer)], lambda session: session.loaded is not None, 10)
-            trainer.commit(lambda: None)
+            trainer.commit(lambda: None, is_last=True)
             trainer.wait_until_published()
             engine.join(20)
         assert engine.has_served

@@ -26,11 +26,11 @@ FROM_TRAINER = [
         arranged=True,
     ),
     wire.Finish(token=TOKEN, num_buckets=2, num_tensors=3, arrangements=None),
-    wire.Commit(token=TOKEN),
+    wire.Commit(token=TOKEN, is_last=False),
     wire.Abort(token=TOKEN, reason="why"),
 ]
 FROM_ENGINE = [
-    wire.Hello(token=TOKEN, buffers=["b"], arrangements="a"),
+    wire.Hello(token=TOKEN, buffers=["b"], plan="p", arrangements="a"),
     wire.BucketDone(token=TOKEN, index=1),
     wire.Loaded(
         token=TOKEN,
@@ -38,12 +38,14 @@ FROM_ENGINE = [
         num_eager=2,
         reason=None,
         may_read_in_place=True,
+        differing=["w"],
+        num_alike=2,
         host="this one",
         arrangements=b"x",
         seconds={"waiting": 0.5, "launching": 0.25},
     ),
     wire.Published(token=TOKEN),
-    wire.Failed(token=TOKEN, traceback="trace"),
+    wire.Failed(token=TOKEN, traceback="trace", failure="differs"),
 ]
 
 
@@ -106,7 +108,7 @@ DESCRIPTOR = wire.SessionDescriptor(
     timeout_s=1,
     uses_plan=True,
     manifest_check="error",
-    recheck_every_n_syncs=0,
+    proof="none",
     syncs_draft=False,
     host="here",
 )

@@ -43,7 +43,7 @@ def loaded(load, specs=SPECS, *, uses_plan=False, times=1):
     model = Toy(load)
     loader = ModelLoader(model)
     for _ in range(times):
-        loader.start({}, recheck_every_n_syncs=0, uses_plan=uses_plan)
+        loader.start({}, uses_plan=uses_plan)
         loader.load(0, *bucket(specs))
         loader.finish()
     return loader, model
@@ -188,7 +188,7 @@ def test_what_is_missing_goes_by_the_published_checkpoint(prefix):
     def missing(*lost, known=published):
         model = Layers()
         loader = ModelLoader(model)
-        loader.start({}, recheck_every_n_syncs=0, uses_plan=False)
+        loader.start({}, uses_plan=False)
         sent = [spec for spec in specs if not spec[0].endswith(lost)]
         loader.load(0, *bucket(sent))
         return missing_of(loader, model, known)

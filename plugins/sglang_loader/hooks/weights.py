@@ -5,10 +5,11 @@ is only logged. For servers that were launched with our loaders every rank repor
 fails with rank and traceback.
 
     update = WeightUpdate(updater, request)
-    failures = update.run(load)          # on every TP rank; the same list on all of them
+    failures = update.run(load, confirm)     # on every TP rank; the same list on all of them
 
-`load` serves the session of a sync, and an exception in it ends neither the process nor the other
-ranks. Requests are served again when all ranks agree that the sync is complete and fits the model.
+`load` receives the whole sync, and `confirm` waits for the trainer's Commit once all ranks have
+loaded and judged it. An exception in either ends neither the process nor the other ranks. Requests
+are served again when all ranks agree that the sync is complete, fits the model, and was committed.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ from sglang_loader.common.check_remarks import ManifestCheck, with_remarks
 from sglang_loader.common.copies.triton_kernels import fallbacks
 from sglang_loader.common.garbage_collection import no_full_collections
 from sglang_loader.common.layout import BucketLayout
+from sglang_loader.common.naming import listed
 from sglang_loader.common.session.messages import (
     SESSION_FORMAT,
+    FailureKind,
+    Proof,
     SessionDescriptor,
     SessionError,
     decode_descriptor,
@@ -33,7 +37,7 @@ from sglang_loader.hooks.update_groups import groups_of
 from sglang_loader.host_backup.allocations import under_weights_tag
 from sglang_loader.host_backup.backup import backup_of, create_backup
 from sglang_loader.host_backup.completeness import Completeness
-from sglang_loader.session.findings import Verdict, listed
+from sglang_loader.session.findings import Verdict
 from sglang_loader.session.serve import Session, SessionSteps
 from sglang_loader.session.weight_check import (
     SyncView,
@@ -54,6 +58,7 @@ from sglang_loader.upstream import (
 )
 
 OUR_FORMATS = "sglang_loader."
+ANOTHER_SESSION = "a weight sync is not over: what it has brought is being proven"
 BUSY = "refused: requests are running; the weights are as they were"
 
 Original = Callable[..., Any]
@@ -95,7 +100,7 @@ def _reply(failures: list[str], remarks: Sequence[str] = (), *, is_busy: bool = 
 
 def _serve_session(update: WeightUpdate, updater: Any, request: Any) -> list[str]:
     """One whole sync; returns the failures of all ranks."""
-    served: list[Session] = []
+    sessions: list[Session] = []
 
     def descriptor_of_rank() -> SessionDescriptor:
         return decode_descriptor(
@@ -106,21 +111,28 @@ def _serve_session(update: WeightUpdate, updater: Any, request: Any) -> list[str
     if descriptor is not None:
         update.manifest_check = descriptor.manifest_check
         update.syncs_draft = descriptor.syncs_draft
+        update.proof = descriptor.proof
 
     def load() -> None:
         if descriptor is None:
             raise SessionError(f"the request has no session descriptor for this rank\n{reason}")
         groups = groups_of(updater.tp_worker.model_runner, descriptor)
         steps = SessionSteps(
-            after_join=update.flush, before_loading=update.begin_bucket, after_load=update.view_sync
+            after_join=update.flush,
+            before_writing=update.begin_writing,
+            before_loading=update.begin_bucket,
         )
         session = Session(descriptor, update.models, steps, *groups)
-        session.serve()
-        served.append(session)
+        session.load()
+        sessions.append(session)
 
-    failures = update.run(load)
-    for session in served:
-        session.conclude(failures)
+    def confirm() -> bool:
+        (session,) = sessions
+        return session.confirm()
+
+    failures = update.run(load, confirm)
+    for session in sessions:
+        session.conclude(failures, update.failure_kind)
     return failures
 
 
@@ -138,12 +150,16 @@ class WeightUpdate:
     Attributes:
         manifest_check: see `SessionDescriptor`.
         syncs_draft: see `SessionDescriptor`.
+        proof: see `SessionDescriptor`.
         models: the models that load it; the target is the last.
+        failure_kind: see `Failed`.
     """
 
     def __init__(self, updater: Any, request: Any) -> None:
         self.manifest_check: ManifestCheck = "off"
         self.syncs_draft = False
+        self.proof: Proof = "none"
+        self.failure_kind: FailureKind = "other"
         self._updater = updater
         self._ranks = TPRanks(updater)
         self._request = request
@@ -154,14 +170,18 @@ class WeightUpdate:
         self._verdict: Verdict | None = None
         self._view: SyncView | None = None
 
-    def begin_bucket(self, layout: BucketLayout) -> None:
-        """To be called before a bucket is loaded: from now on weights are overwritten."""
+    def begin_writing(self) -> None:
+        """To be called before weights are overwritten."""
         self._has_begun = True
+
+    def begin_bucket(self, layout: BucketLayout) -> None:
+        """To be called before a bucket is loaded."""
+        self.begin_writing()
         self._backup.sync.begin_bucket(layout)
 
     def view_sync(self) -> None:
         """Look up the verdict on these tensors, else make this rank's view of them. To be called
-        when all buckets are loaded: nothing slow is left between Commit and publication.
+        when all buckets are loaded.
 
         Raises:
             DoesNotFit: these tensors were refused before.
@@ -173,6 +193,7 @@ class WeightUpdate:
         if self._verdict is None:
             self._view = view_of_sync(self._layouts, self.models)
         elif (refusal := self._refusal(self._verdict)) is not None:
+            self.failure_kind = "misfit"
             raise DoesNotFit(refusal)
 
     def flush(self) -> None:
@@ -187,29 +208,38 @@ class WeightUpdate:
         if not self._has_flushed:
             raise PrefixCacheInUse("the prefix cache cannot be dropped: requests are running")
 
-    def run(self, load: Callable[[], None]) -> list[str]:
-        """Load a whole sync on every TP rank; returns the failures of all ranks. `load` calls
-        `begin_bucket` before each bucket, and `view_sync` after the last.
+    def run(self, load: Callable[[], None], confirm: Callable[[], bool]) -> list[str]:
+        """Load a whole sync on every TP rank, and publish it; returns the failures of all ranks.
+
+        Args:
+            load: loads all buckets, and calls `begin_bucket` before each.
+            confirm: waits for the trainer's Commit; False: another session of the sync follows.
         """
         failure = self._load_in_frame(load)
         # After a failure, too: the prefix caches of all TP ranks must stay equal.
         _, unflushed = attempt(self.flush)
         failure = failure or unflushed
+        if failure is None:
+            _, failure = attempt(self.view_sync)
         stale = self._ranks.named(self._backup.stale_once_synced)
         here = self._ranks.named(failure), self._has_begun, self._view is not None, stale
         failed, touched, new, undefined = zip(*self._ranks.gather(here), strict=True)
         failures = [text for text in failed if text]
         if not failures and any(new):
             failures = self._judge()
-        if failures and any(touched):
-            self._backup.sync_failed()
-        elif not failures:
-            self._backup.sync_completed()
-            failures = [text for text in undefined if text]
+        failures = failures or [text for text in undefined if text]
+        is_last: bool | None = True
         if not failures:
+            is_last, failure = attempt(confirm)
+            failures = self._ranks.failures(failure)
+        if not failures:
+            self._backup.sync_completed()
             record_version(self._updater, self._request)
+        elif any(touched):
+            self._backup.sync_failed()
         if any(touched):  # else all is as it was
-            set_gate(why_closed(self._updater) or next(iter(failures), None))
+            follows = None if is_last else ANOTHER_SESSION
+            set_gate(why_closed(self._updater) or next(iter(failures), follows))
         return failures
 
     def _load_in_frame(self, load: Callable[[], None]) -> str | None:
@@ -252,7 +282,9 @@ class WeightUpdate:
             return failures
         assert view is not None, "a rank that cannot tell what it has loaded has failed"
         self._verdict = judge_together(view, self._ranks.gather)
-        return self._ranks.failures(self._refusal(self._verdict))
+        refusals = self._ranks.failures(self._refusal(self._verdict))
+        self.failure_kind = "misfit" if refusals else "other"
+        return refusals
 
     def _refusal(self, verdict: Verdict) -> str | None:
         """Why this sync must not be published, or None."""

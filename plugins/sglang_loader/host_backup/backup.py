@@ -53,6 +53,7 @@ class WeightsBackup:
         self._saved: SavedBytes | None = None
         self._lost: list[Interval] | None = None  # by the release under way
         self._undefined: list[Interval] = []
+        self._written: list[Interval] = []  # by the sync in progress, besides the coverage
         self.sync = Completeness()
 
     @property
@@ -64,7 +65,7 @@ class WeightsBackup:
     @property
     def stale_once_synced(self) -> str | None:
         """The value of `stale` after `sync_completed`."""
-        return _undefined_text(subtract(self._undefined, self._covered))
+        return _undefined_text(subtract(self._undefined, [*self._covered, *self._written]))
 
     @property
     def host_bytes(self) -> int:
@@ -132,15 +133,18 @@ class WeightsBackup:
         """
         if self._plan is plan:
             return
-        bases = {entry.name: entry.data_ptr for entry in plan.destinations.storages}
         self._plan = plan
-        self._covered = merge(
-            (bases[name] + start, bases[name] + stop)
-            for name, ranges in plan.coverage.items()
-            for start, stop in ranges
-        )
+        self._covered = _addresses(plan)
         self._undefined = subtract(self._undefined, self._covered)
         self._free_if_defined()
+
+    def define(self, plan: LoadPlan) -> None:
+        """Count the coverage of a plan as defined once this sync has succeeded; publish nothing.
+
+        To be called on every TP rank if a sync has written all of the coverage by `load_weights`,
+        because the replay of this plan failed.
+        """
+        self._written = _addresses(plan)
 
     def withdraw(self, reason: str) -> None:
         """Save everything again, as the plan does not hold any more; undefined bytes stay
@@ -160,6 +164,7 @@ class WeightsBackup:
     def sync_failed(self) -> None:
         """To be called if a sync has failed: weights are half written, the plan is withdrawn."""
         self.sync.fail()
+        self._written = []
         self.withdraw("a weight update failed")
 
     def sync_completed(self) -> None:
@@ -168,7 +173,8 @@ class WeightsBackup:
         Without a published plan these are no bytes with policy "auto", and all with "off".
         """
         self.sync.complete()
-        self._undefined = subtract(self._undefined, self._covered)
+        self._undefined = subtract(self._undefined, [*self._covered, *self._written])
+        self._written = []
         self._free_if_defined()
 
     def _worth_saving(self, allocated: tuple[Interval, ...]) -> list[Interval]:
@@ -178,6 +184,16 @@ class WeightsBackup:
     def _free_if_defined(self) -> None:
         if not self._undefined and self._lost is None:
             self._saved = None
+
+
+def _addresses(plan: LoadPlan) -> list[Interval]:
+    """The address ranges of a plan's coverage."""
+    bases = {entry.name: entry.data_ptr for entry in plan.destinations.storages}
+    return merge(
+        (bases[name] + start, bases[name] + stop)
+        for name, ranges in plan.coverage.items()
+        for start, stop in ranges
+    )
 
 
 def _undefined_text(ranges: list[Interval]) -> str | None:

@@ -13,8 +13,10 @@ Its `coverage` are the bytes of the model that a whole sync is proven to overwri
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -89,11 +91,13 @@ class LoadPlan:
     Attributes:
         coverage: by `StorageEntry.name` the sorted byte ranges that a sync overwrites without
             reading them first.
+        name: of this plan alone, in all processes.
     """
 
     buckets: tuple[BucketPlan, ...]
     coverage: Mapping[str, tuple[Interval, ...]]
     destinations: Destinations = field(repr=False)
+    name: str = field(default_factory=partial(secrets.token_hex, 8), compare=False)
 
     @property
     def num_copies(self) -> int:

@@ -1,7 +1,7 @@
 """Loads the syncs of one model: by `load_weights` at first, then by a load plan that was checked.
 
     loader = loader_of(model)
-    loader.start(context, recheck_every_n_syncs=0, uses_plan=True)
+    loader.start(context)
     for index, (layout, source) in enumerate(sync):
         loader.load(index, layout, source)
     outcome = loader.finish()
@@ -25,6 +25,7 @@ import torch
 
 from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.layout import BucketLayout
+from sglang_loader.common.naming import listed
 from sglang_loader.common.session.messages import MAKING_PLAN, SessionError
 from sglang_loader.host_backup.backup import backup_of
 from sglang_loader.load_plan.arrange import ALL_WHOLE, ArrangedBuckets
@@ -33,7 +34,6 @@ from sglang_loader.load_plan.guard import DestinationProbe, what_changed
 from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, PlanRefused
 from sglang_loader.load_plan.uses import BucketUses
 from sglang_loader.load_plan.verify import why_misarranged
-from sglang_loader.session.findings import listed
 from sglang_loader.session.recording import PlanRecorder
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,6 @@ class SyncOutcome:
 class _LoadMode(Enum):
     RECORD = "record"
     REPLAY = "replay"
-    CHECK = "check"
     EAGER = "eager"
 
 
@@ -76,13 +75,16 @@ class _CheckedPlan:
 
 
 class ModelLoader:
-    """Loads the syncs of one model; one per model and process. `uses`: those of the tensors of each
-    bucket of this sync, in order.
+    """Loads the syncs of one model; one per model and process.
+
+    Attributes:
+        model: the model.
+        uses: those of the tensors of each bucket of this sync, in order.
     """
 
     def __init__(self, model: Any) -> None:
         self.uses: list[BucketUses] = []
-        self._model = model
+        self.model = model
         self._recorder = PlanRecorder(model)
         self._checked: _CheckedPlan | None = None
         self._load_mode = _LoadMode.EAGER
@@ -91,24 +93,23 @@ class ModelLoader:
         self._logged: set[str] = set()
         self._unplannable: tuple[BucketLayout, str] | None = None  # first bucket, reason
         self._num_recordings = 0
-        self._syncs_since_check = 0
+        self._failed_replay: LoadPlan | None = None  # of this sync, which goes on eagerly
         self._num_replayed = 0
         self._uses_of_bucket: dict[int, BucketUses] = {}  # by index; complete if there is a plan
         self._addresses_checked = False
 
     def start(
-        self, context: Mapping[str, object], *, recheck_every_n_syncs: int, uses_plan: bool = True
+        self, context: Mapping[str, object], *, uses_plan: bool = True, is_eager: bool = False
     ) -> None:
         """Begin a sync.
 
         Args:
-            recheck_every_n_syncs: check the plan against `load_weights` in every n-th sync that it
-                serves; 0: never again after it was made.
             uses_plan: False: every bucket goes through `load_weights`, and no plan is kept.
+            is_eager: every bucket of this sync goes through `load_weights`; a plan is kept.
         """
         changed = what_changed(self._context, context)
         self._context, self._reason = context, None
-        self._num_replayed, self.uses = 0, []
+        self._num_replayed, self.uses, self._failed_replay = 0, [], None
         self._recorder.restart()
         self._addresses_checked = False
         if changed is not None:
@@ -120,9 +121,7 @@ class ModelLoader:
         elif self._checked is None:
             self._load_mode = _LoadMode.RECORD
         else:
-            self._syncs_since_check += 1
-            due = recheck_every_n_syncs and self._syncs_since_check >= recheck_every_n_syncs
-            self._load_mode = _LoadMode.CHECK if due else _LoadMode.REPLAY
+            self._load_mode = _LoadMode.EAGER if is_eager else _LoadMode.REPLAY
         if self.arranged.digest:
             self.check_addresses()
 
@@ -178,7 +177,7 @@ class ModelLoader:
             Exception: what `load_weights` raises, or the replay of an arranged bucket.
         """
         self.check_addresses()
-        is_planned = self._load_mode in (_LoadMode.REPLAY, _LoadMode.CHECK)
+        is_planned = self._checked is not None and self._load_mode is not _LoadMode.RECORD
         if is_planned and (reason := self._why_not_planned(index, layout)):
             self._drop_plan(reason)
         arranged_plan = self._arranged_plan(index) if arranged else None
@@ -189,9 +188,7 @@ class ModelLoader:
             self._note_reason(reason)
             self._load_mode = _LoadMode.EAGER
         buffer = source.packed(layout)
-        if self._load_mode is _LoadMode.CHECK:
-            self._check(index, buffer)
-        elif self._load_mode is _LoadMode.RECORD:
+        if self._load_mode is _LoadMode.RECORD:
             self._record(index, layout, buffer)
         else:
             self._load_eagerly(index, layout, buffer)
@@ -210,18 +207,20 @@ class ModelLoader:
         if self._load_mode is _LoadMode.RECORD:
             self._compile()
             self._reason = self._reason or MAKING_PLAN
-        elif self._load_mode is _LoadMode.CHECK:
-            self._syncs_since_check = 0
-            self._note_reason("the plan was due for a check (recheck_every_n_syncs)")
         elif self._load_mode is _LoadMode.REPLAY:
             self._num_recordings = 0
-        plan, backup = self.plan, backup_of(self._model)
-        if plan is not None and backup is not None:
-            if (num_loaded := len(self.uses)) == (num_buckets := len(plan.buckets)):
+        plan, backup = self.plan, backup_of(self.model)
+        if backup is not None and self._failed_replay is not None:
+            # `load_weights` writes what the plan writes: its check has shown that.
+            if self._has_loaded_all_of(self._failed_replay):
+                backup.define(self._failed_replay)
+        elif plan is not None and backup is not None:
+            if self._has_loaded_all_of(plan):
                 # The sync has written all of the plan's coverage. Published again after a failed
                 # sync, which withdrew it.
                 backup.publish(plan)
             else:
+                num_loaded, num_buckets = len(self.uses), len(plan.buckets)
                 backup.sync_in_part(f"a sync had {num_loaded} of the plan's {num_buckets} buckets")
         return SyncOutcome(
             num_replayed=self._num_replayed,
@@ -229,6 +228,10 @@ class ModelLoader:
             reason=self._reason,
             may_read_in_place=plan is not None,
         )
+
+    def _has_loaded_all_of(self, plan: LoadPlan) -> bool:
+        """True if this sync has loaded the buckets of a plan, by the plan or eagerly."""
+        return [uses.layout for uses in self.uses] == [bucket.layout for bucket in plan.buckets]
 
     def _why_not_recorded(self, first: BucketLayout) -> str | None:
         """Why no plan is made of a sync that begins with this bucket, or None."""
@@ -254,25 +257,18 @@ class ModelLoader:
         try:
             self._checked.executor.replay(index, source, arranged_plan)
         except Exception as error:
+            failed = self._checked.plan
             if arranged_plan is not None:
                 raise  # the rest of the bucket did not come
+            if failed.buckets[index].live_in:
+                raise  # what `load_weights` adds to may be half changed
             self._drop_plan(f"the replay of bucket {index} failed: {error!r}")
+            self._failed_replay = failed
             self._load_mode = _LoadMode.EAGER  # a recording needs more memory, and may fail, too
             return False
         self._num_replayed += 1
         self.uses.append(self._uses_of_bucket[index])
         return True
-
-    def _check(self, index: int, buffer: torch.Tensor) -> None:
-        assert self._checked is not None
-        plan = self._checked.plan
-        reason = self._recorder.why_unproven(plan.buckets[index], plan.destinations, buffer)
-        if reason is not None:
-            self.uses.append(BucketUses(plan.buckets[index].layout, problem=reason))
-            self._uses_of_bucket = {}
-            self._drop_plan(f"bucket {index}: {reason}")
-            return
-        self.uses.append(self._uses_of_bucket[index])
 
     def _record(self, index: int, layout: BucketLayout, buffer: torch.Tensor) -> None:
         uses, reason = self._recorder.record(layout, buffer)
@@ -289,16 +285,15 @@ class ModelLoader:
             return
         executor = PlanExecutor(plan, self._recorder.load_weights)
         self._checked = _CheckedPlan(
-            plan, executor, DestinationProbe(self._model, plan.destinations)
+            plan, executor, DestinationProbe(self.model, plan.destinations)
         )
         self._num_recordings += 1
-        self._syncs_since_check = 0
         self._unplannable = None
         unused = [name for uses in self.uses for name in uses.unused]
         logger.info(
             "load plan of %s: %d copies in %d buckets, %d tensors left to its loader; "
             "ignored tensors: %s",
-            type(self._model).__name__,
+            type(self.model).__name__,
             plan.num_copies,
             len(plan.buckets),
             plan.num_rest,
@@ -328,14 +323,14 @@ class ModelLoader:
         self._note_reason(reason)
         self._checked = None
         self._load_mode = _LoadMode.EAGER if self.uses else _LoadMode.RECORD
-        if (backup := backup_of(self._model)) is not None:
+        if (backup := backup_of(self.model)) is not None:
             backup.withdraw(reason)
 
     def _note_reason(self, reason: str) -> None:
         self._reason = self._reason or reason
         if reason not in self._logged:
             self._logged.add(reason)
-            name = type(self._model).__name__
+            name = type(self.model).__name__
             logger.warning("%s: load_weights loads buckets, not the load plan: %s", name, reason)
 
 

@@ -1,9 +1,13 @@
 """The engine's end of one session: loads the buckets of one sync as the trainer announces them.
 
-`hooks.weights` has each TP worker serve a `Session` for the request that opens it. `serve` returns
-when the device has every byte and the trainer has confirmed them, or raises; `conclude` tells the
-trainer the outcome of all TP ranks. The trainer may write into a buffer again as soon as it gets
-`BucketDone`, sent after the stream has finished.
+`hooks.weights` has each TP worker serve a `Session` for the request that opens it:
+
+    session.load()               # until the device has every byte
+    session.confirm()            # all TP ranks have loaded: report it, and wait for the Commit
+    session.conclude(failures)   # report the outcome of all TP ranks
+
+The trainer may write into a buffer again as soon as it gets `BucketDone`, sent after the stream has
+finished.
 """
 
 from __future__ import annotations
@@ -15,25 +19,29 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from sglang_loader.common.copies.strided import synchronize
 from sglang_loader.common.layout import BucketLayout, decode_layout
+from sglang_loader.common.naming import listed
 from sglang_loader.common.regions.arrangement import arranged_nbytes
 from sglang_loader.common.session import messages as wire
 from sglang_loader.common.session.channel import engine_end
 from sglang_loader.common.session.messages import FromTrainer, SessionDescriptor, SessionError
 from sglang_loader.common.shared_memory import CannotMap, host_id
 from sglang_loader.load_plan.arrange import ALL_WHOLE, ArrangedBuckets
-from sglang_loader.session.findings import listed
+from sglang_loader.load_plan.plan import LoadPlan
 from sglang_loader.session.group_receiver import GroupReceiver
 from sglang_loader.session.mapped_memory import MappedMemory
 from sglang_loader.session.model_loader import ModelLoader, SyncOutcome, loader_of
+from sglang_loader.session.proof import Differs, HeldWeights
 from sglang_loader.upstream import device_of, engine_context, tp_rank
 
 logger = logging.getLogger(__name__)
+
+Message = TypeVar("Message", bound=FromTrainer)
 
 HANDSHAKE_TIMEOUT_S = 120.0  # the trainer opens sessions with all replicas before it answers
 POLL_S = 0.0001
@@ -49,13 +57,13 @@ class SessionSteps:
 
     Attributes:
         after_join: called once before any byte is overwritten, while the trainer is waited for.
+        before_writing: called before a proof overwrites weights.
         before_loading: called with the layout of each bucket before it is loaded.
-        after_load: called when all buckets are loaded, before the trainer is told.
     """
 
     after_join: Callable[[], None]
+    before_writing: Callable[[], None]
     before_loading: Callable[[BucketLayout], None]
-    after_load: Callable[[], None]
 
 
 _served_descriptors: deque[SessionDescriptor] = deque(maxlen=NUM_DESCRIPTORS)
@@ -118,72 +126,133 @@ class Session:
         self._begun: deque[tuple[wire.LoadBucket, BucketLayout]] = deque()  # not yet launched
         self._in_flight: deque[tuple[int, torch.cuda.Event | None]] = deque()  # launched, in order
         self._arranged = ALL_WHOLE
+        self._held: HeldWeights | None = None  # what a proof compares with
+        self._outcome: SyncOutcome | None = None  # of a session that has loaded everything
+        self._differing: list[str] = []
+        self._num_alike = 0
+        self._new_arrangements: bytes | None = None
         self._seconds = dict.fromkeys(("waiting", "launching", "copying"), 0.0)
         self._has_released = False
         self._channel = engine_end(descriptor.endpoint, is_signed=bool(descriptor.group))
 
-    def serve(self) -> None:
-        """Serve until this rank has loaded every byte and the trainer has sent its Commit.
+    def load(self) -> None:
+        """Load until this rank has every byte and reads nothing of the trainer's any more.
 
         Raises:
+            Differs: the sync has left other bytes than the engine held, in a proof of its way.
             SessionError: the trainer is gone, silent, aborted, or broke the protocol.
             Exception: what a step or a model's `load_weights` raised; the trainer gets the
                 traceback, too.
         """
         self._channel.begin(self._descriptor.token, timeout_s=self._limit_s)
+        with self._reporting_failure():
+            try:
+                self._load_all()
+            finally:
+                self._release_buffers()
+
+    def confirm(self) -> bool:
+        """Report that all TP ranks have loaded, and wait for the trainer's Commit.
+
+        Returns:
+            True if this is the last session of the sync: requests may run after it.
+
+        Raises:
+            SessionError: as `load`.
+        """
+        assert self._outcome is not None, "nothing was loaded"
+        with self._reporting_failure():
+            self._channel.send(
+                wire.Loaded,
+                **asdict(self._outcome),
+                differing=self._differing,
+                num_alike=self._num_alike,
+                host=host_id(),
+                arrangements=self._new_arrangements,
+                seconds=dict(self._seconds),
+            )
+            commit = _expected(wire.Commit, self._channel.receive())
+        return commit.is_last
+
+    @contextmanager
+    def _reporting_failure(self) -> Iterator[None]:
+        """If the body raises, send the trainer the traceback and end the session."""
         try:
-            self._serve()
+            yield
         except Exception as error:
             text = f"TP rank {tp_rank()}: {traceback.format_exc()}"
-            cannot_map = isinstance(error, CannotMap)
             with suppress(SessionError), self._channel:  # the trainer may be what is gone
-                self._channel.send(wire.Failed, traceback=text, cannot_map=cannot_map)
+                self._channel.send(wire.Failed, traceback=text, failure=kind_of(error))
             raise
-        finally:
-            self._release_buffers()
 
-    def conclude(self, failures: Sequence[str]) -> None:
-        """Tell the trainer the outcome on all TP ranks: what went wrong, or nothing."""
+    def conclude(self, failures: Sequence[str], kind: wire.FailureKind = "other") -> None:
+        """Report the outcome on all TP ranks to the trainer: what went wrong, or nothing."""
         with suppress(SessionError), self._channel:  # the reply to the request says it, too
             if failures:
-                self._channel.send(wire.Failed, traceback="\n".join(failures))
+                self._channel.send(wire.Failed, traceback="\n".join(failures), failure=kind)
             else:
                 self._channel.send(wire.Published)
 
-    def _serve(self) -> None:
+    def _load_all(self) -> None:
         for model, loader in zip(self._models, self._loaders, strict=True):
             loader.start(
                 engine_context(model),
-                recheck_every_n_syncs=self._descriptor.recheck_every_n_syncs,
                 uses_plan=self._descriptor.uses_plan,
+                is_eager=self._descriptor.proof == "served",
             )
         # The trainer may send no more than this: each loader has checked its plan in `start`.
         self._arranged = common_arrangements([loader.arranged for loader in self._loaders])
-        self._channel.send(wire.Hello, buffers=mapped.names, arrangements=self._arranged.digest)
+        self._channel.send(
+            wire.Hello,
+            buffers=mapped.names,
+            plan=name_of([loader.plan for loader in self._loaders]),
+            arrangements=self._arranged.digest,
+        )
         self._steps.after_join()
         for loader in self._loaders:
             loader.check_addresses()
-        _expect(wire.Welcome, self._channel.receive(timeout_s=HANDSHAKE_TIMEOUT_S))
+        _expected(wire.Welcome, self._channel.receive(timeout_s=HANDSHAKE_TIMEOUT_S))
+        self._begin_proof()
         while True:
             message = self._next_message()
             if isinstance(message, wire.LoadBucket):
                 self._announce(message)
             elif isinstance(message, wire.Finish):
                 self._load_remaining()
-                outcome = self._finish(message)
-                self._steps.after_load()
-                self._channel.send(
-                    wire.Loaded,
-                    **asdict(outcome),
-                    host=host_id(),
-                    arrangements=self._new_arrangements(message.arrangements),
-                    seconds=dict(self._seconds),
-                )
-                self._release_buffers()  # while the trainer's ranks agree
-                _expect(wire.Commit, self._channel.receive())
+                self._outcome = self._finish(message)
+                self._end_proof()
+                self._new_arrangements = self._arrangements_beside(message.arrangements)
                 return
             else:
-                _expect(wire.LoadBucket, message)
+                _expected(wire.LoadBucket, message)
+
+    def _begin_proof(self) -> None:
+        """Before the first bucket, note what the engine holds, and overwrite what will come."""
+        if self._descriptor.proof == "none":
+            return
+        with self._spending("proving"):
+            self._held = HeldWeights.of(self._loaders)
+            if self._descriptor.proof == "route":
+                self._steps.before_writing()
+                self._held.poison()
+
+    def _end_proof(self) -> None:
+        """Compare what the engine holds now with what it held before the first bucket.
+
+        Raises:
+            Differs: the bytes differ, and this session was to bring the same ones.
+        """
+        if self._held is None:
+            return
+        with self._spending("proving"):
+            self._differing = self._held.differing()
+            self._num_alike = self._held.num_alike
+            self._held = None
+        if self._differing and self._descriptor.proof == "route":
+            raise Differs(
+                f"{len(self._differing)} tensors differ from what load_weights made of the full "
+                f"export: {listed(self._differing)}"
+            )
 
     def _next_message(self) -> FromTrainer:
         """The trainer's next message. Until it comes, launch buckets as their bytes come, and tell
@@ -243,7 +312,7 @@ class Session:
         while self._announced or self._begun:
             self._advance()
             if self._channel.has_message():
-                _expect(wire.Abort, self._channel.receive())
+                _expected(wire.Abort, self._channel.receive())
         if self._in_flight:
             with self._spending("copying"):
                 synchronize(self._device)
@@ -254,7 +323,7 @@ class Session:
         """Add the body's time to `Loaded.seconds`."""
         started = time.perf_counter()
         yield
-        self._seconds[what] += time.perf_counter() - started
+        self._seconds[what] = self._seconds.get(what, 0.0) + time.perf_counter() - started
 
     def _announce(self, message: wire.LoadBucket) -> None:
         expected = len(self._loaded) + len(self._begun) + len(self._announced)
@@ -283,7 +352,7 @@ class Session:
             )
         return arranged_nbytes(arranged.arrangement)
 
-    def _new_arrangements(self, trainer_has: str | None) -> bytes | None:
+    def _arrangements_beside(self, trainer_has: str | None) -> bytes | None:
         """The arrangements for later syncs, unless the trainer has them or wants none."""
         if trainer_has is None:
             return None
@@ -324,12 +393,25 @@ class Session:
             self._received.release()
 
 
-def _expect(kind: type[wire.FromTrainer], message: wire.FromTrainer) -> None:
-    """Raise SessionError unless the trainer sent a message of this kind."""
+def _expected(kind: type[Message], message: FromTrainer) -> Message:
+    """The trainer's message; raises SessionError unless it is of this kind."""
     if isinstance(message, wire.Abort):
         raise SessionError(f"the trainer aborted the sync: {message.reason}")
     if not isinstance(message, kind):
         raise SessionError(f"expected {kind.__name__}, got {type(message).__name__}")
+    return message
+
+
+def kind_of(error: Exception) -> wire.FailureKind:
+    """The kind of a failure, by which the trainer decides what to try next."""
+    if isinstance(error, CannotMap):
+        return "cannot_map"
+    return "differs" if isinstance(error, Differs) else "other"
+
+
+def name_of(plans: Sequence[LoadPlan | None]) -> str:
+    """One name for the load plans of all models of a session; "" if one of them has none."""
+    return "+".join(plan.name for plan in plans if plan is not None) if all(plans) else ""
 
 
 def _check_distinct(layouts: tuple[BucketLayout, ...]) -> None:

@@ -115,8 +115,8 @@ def sentences(config: DictConfig, settings: WeightSyncConfig, machine: Machine) 
         yield f"One request per sync opens a session per rank: {staging}, shared by {shared}"
     if settings.uses_plan:
         yield _later_route(config, settings, machine)
-        every = settings.recheck_every_n_syncs
-        again = f", checked again every {every} syncs" if every else ""
+        every = settings.prove_every_n_syncs
+        again = f", proven again every {every} syncs" if every else ""
         yield f"The first sync makes and checks a load plan, later ones replay it{again}"
     else:
         yield "SGLang's own load_weights loads them"

@@ -51,11 +51,13 @@ class EngineArrangements:
 
     Attributes:
         reads_in_place: the rank reads the trainer's parameters, and is sent nothing.
+        proven_plan: name of the load plan with which the way to this rank was proven.
     """
 
     def __init__(self, *, is_wanted: bool, replica: int = 0) -> None:
         self.replica = replica
         self.reads_in_place = False
+        self.proven_plan = ""
         self._is_wanted = is_wanted
         self._held = NO_ARRANGEMENTS
 

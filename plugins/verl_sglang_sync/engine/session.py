@@ -47,6 +47,14 @@ class EngineCannotMap(EngineFailed):
     """The engine cannot map the trainer's memory, and has read nothing."""
 
 
+class ProofFailed(EngineFailed):
+    """What the engine was sent is not what it held; the text names the tensors."""
+
+
+class Misfit(EngineFailed):
+    """The tensors do not fit the engine's model, and would not if they were sent again."""
+
+
 class BlockNotMapped(RuntimeError):
     """The engine no longer maps memory for which this rank has no new handle."""
 
@@ -77,13 +85,15 @@ class TrainerSession:
 
     Args:
         names: names of this process's memory blocks, the same for all its sessions.
+        proof: what the session proves.
         group: name of the update group in which buckets are sent; "": the engine maps them.
         senders: name of the update group of all trainer ranks; "" if there is none.
         secret: the secret of `group`.
 
     Attributes:
         descriptor: encoded, for the request that opens the session.
-        arrangements: digest of the engine's arrangements for this sync, as of its Hello.
+        plan: name of the engine's load plan, as of its Hello; "" if it has none.
+        arrangements: digest of the engine's arrangements for this sync, likewise.
         num_done: number of buckets that the engine has read, as of the last `poll`.
         num_receiving: number of buckets that it has begun to receive, likewise.
         loaded: the engine's Loaded; None before it has come.
@@ -95,6 +105,7 @@ class TrainerSession:
         settings: WeightSyncConfig,
         names: BlockNames,
         *,
+        proof: wire.Proof = "none",
         group: str = "",
         senders: str = "",
         secret: bytes = b"",
@@ -110,7 +121,7 @@ class TrainerSession:
             timeout_s=settings.request_timeout_s,
             uses_plan=settings.uses_plan,
             manifest_check=settings.manifest_check,
-            recheck_every_n_syncs=settings.recheck_every_n_syncs,
+            proof=proof,
             syncs_draft=settings.syncs_draft,
             host=host_id(),
             group=group,
@@ -126,7 +137,7 @@ class TrainerSession:
         self._unsent: list[wire.SharedBuffer] = []
         self.num_done = self.num_receiving = 0
         self.loaded: Loaded | None = None
-        self.arrangements = ""
+        self.plan = self.arrangements = ""
 
     def greet(self, watch: Callable[[], None], *, wait_s: float) -> bool:
         """Exchange Hello and Welcome; False if the engine has not joined within `wait_s` seconds.
@@ -139,7 +150,7 @@ class TrainerSession:
             return False
         hello = self._receive(wire.Hello)
         self._mapped = set(hello.buffers)
-        self.arrangements = hello.arrangements
+        self.plan, self.arrangements = hello.plan, hello.arrangements
         self._send(wire.Welcome)
         return True
 
@@ -160,14 +171,20 @@ class TrainerSession:
         self, names: Sequence[str], handles: Mapping[str, BufferHandle], *, keep: bool
     ) -> None:
         """Have the engine map blocks of the trainer ranks' parameters with the first bucket. Their
-        slots are their positions: nothing else is mapped in such a session.
+        slots are their positions, as the pieces count them.
 
         A handle is sent for a block that is mapped, too: one that no engine uses would keep torch
         from freeing the memory in this process.
 
         Raises:
             BlockNotMapped: the engine has not mapped a block that has no handle.
+            SessionError: the session has mapped something else before, or a block comes twice.
         """
+        if self._slots or len(set(names)) != len(names):
+            raise SessionError(
+                f"{len(names)} blocks of parameters cannot have the slots from 0 on: "
+                f"{len(self._slots)} are taken, {len(set(names))} have a name of their own"
+            )
         for name in names:
             handle = handles.get(name)
             if handle is None and name not in self._mapped:
@@ -228,14 +245,15 @@ class TrainerSession:
             wire.Finish, num_buckets=num_buckets, num_tensors=num_tensors, arrangements=arrangements
         )
 
-    def commit(self, watch: Callable[[], None]) -> None:
+    def commit(self, watch: Callable[[], None], *, is_last: bool) -> None:
         """Have the weights published, after all engine ranks have read all buckets.
 
         Args:
             watch: replaces that of `greet`: from now on a good reply may come at any time.
+            is_last: False: no request may run until the sync's next session has ended.
         """
         self._watch = watch
-        self._send(wire.Commit)
+        self._send(wire.Commit, is_last=is_last)
 
     def wait_until_published(self) -> None:
         """Wait until all TP ranks of the engine serve the weights; raises as `poll`."""
@@ -295,4 +313,5 @@ def _counted(message: wire.Receiving | wire.BucketDone, number: int) -> int:
 
 
 def _failure(message: wire.Failed) -> EngineFailed:
-    return (EngineCannotMap if message.cannot_map else EngineFailed)(message.traceback)
+    kinds = {"cannot_map": EngineCannotMap, "differs": ProofFailed, "misfit": Misfit}
+    return kinds.get(message.failure, EngineFailed)(message.traceback)

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 
-from sglang_loader.common.copies.strided import gather_reads
-from sglang_loader.common.regions.arrangement import Arrangement, arranged_nbytes
+from sglang_loader.common.regions.arrangement import arranged_nbytes
 from verl_sglang_sync.collective import own_rank, world_size
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.route import ReadyBucket, RouteContext
@@ -123,25 +122,3 @@ class ExchangedBuckets(ShardBuckets):
             except Exception:
                 text = "this rank's part of a bucket could not be sent: other ranks may wait for it"
                 logger.warning(text, exc_info=True)
-
-    def arranged(self, index: int, arrangement: Arrangement) -> torch.Tensor:
-        """The arranged buffer of a received bucket; zero where nothing is read."""
-        memory = self._ring.buffer(index)
-        whole = torch.zeros(arranged_nbytes(arrangement), dtype=torch.uint8, device=memory.device)
-        for piece in self._found[index].pieces:
-            dims = piece.dims or ((piece.nbytes, 1),)
-            sizes, strides = zip(*dims, strict=True)
-            came = memory.as_strided(sizes, strides, piece.offset).reshape(-1)
-            whole[piece.start : piece.start + piece.nbytes].copy_(came)
-        return whole
-
-    def difference(self, index: int, exported: Sequence[torch.Tensor] | None) -> str | None:
-        self.receive()
-        if exported is None:
-            return None
-        arrangement = self.plan.reads[index][own_rank()]
-        found = self.arranged(index, arrangement)
-        expected = gather_reads(arrangement, exported, found.device)
-        if torch.equal(expected, found):
-            return None
-        return self._differing(index, arrangement, int((expected != found).nonzero()[0]))

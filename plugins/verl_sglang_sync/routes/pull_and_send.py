@@ -40,7 +40,7 @@ class PullAndSend(Send):
 
     def _source(self, weights: Iterable[NamedTensor], report: SyncReport) -> SyncSource | None:
         sent = super()._source(weights, report)
-        if sent is None or not self._pull.is_proven:
+        if sent is None or not self._pull.is_prepared:
             return sent
         pulled = self._pull._source(weights, report)
         return pulled and PulledAndSent(pulled, sent)
@@ -51,8 +51,8 @@ class PullAndSend(Send):
     def learn(self, sync: ExportedSync) -> bool:
         near = self._near(sync)
         super().learn(_of_engine_ranks(sync, [not each for each in near]))
-        if self.is_proven and any(near) and not self._pull.prove(_of_engine_ranks(sync, near)):
-            return self.learn(sync)  # again, without `Pull`: it is off
+        if self.is_prepared and any(near) and not self._pull.prepare(_of_engine_ranks(sync, near)):
+            return self.learn(sync)  # again, without `Pull`: it was refused
         return False
 
     def _near(self, sync: ExportedSync) -> list[bool]:
@@ -67,10 +67,22 @@ class PullAndSend(Send):
             reader.reads_in_place = is_near
         return near
 
+    def note_proven(self) -> None:
+        super().note_proven()
+        if self._pull.is_prepared:
+            self._pull.note_proven()
+
+    def note_unmapped(self) -> None:
+        super().note_unmapped()
+        self._pull.note_unmapped()
+
+    def begin_sync(self) -> None:
+        super().begin_sync()
+        self._pull.begin_sync()
+
     def recover(self, cause: Exception | None, weights: Iterable[NamedTensor]) -> Recovery:
-        recovery = self._pull.recover(cause, weights)
-        self.forget()  # the engines get other groups, which the plan is not for
-        return recovery
+        self._pull.recover(cause, weights)
+        return super().recover(cause, weights)  # engines get other groups, unknown to the plan
 
     def forget(self) -> None:
         super().forget()

@@ -8,7 +8,7 @@ to do without: "pull" (`pull.route.Pull`), "exchange" (`exchange.Exchange`) and 
 The steps of a sync on every trainer rank; which of them are collective, or by which route:
 
     step                            when                                       collective
-    route.choose(export)            the engines have been asked to join        yes
+    route.choose(export, ...)       the engines have been asked to join        yes
     route.wants_comparison(export)  no route has a source, so it is exported   yes
     source.start()                  while the engines join                     export
     source.delivery(engines)        all have joined                            no
@@ -16,11 +16,20 @@ The steps of a sync on every trainer rank; which of them are collective, or by w
     source.confirm()                all are sent; if it raises, none is served no
     source.drain()                  then, and after any failure                export, exchange
     route.prepare_to_learn(export)  exported: while engines load the rest      no
+    route.learn(sync)               all is loaded, if exported                 yes
     source.end()                    the engines serve the new weights          no
-    route.learn(sync)               then, if exported                          yes
     route.recover(cause, export)    a sync by this route has failed            yes
 
 What `choose`, `can_learn`, `wants_comparison`, `learn` and `recover` return is equal on all ranks.
+
+A route's state, which is equal on all ranks, changes like this:
+
+    UNTRIED --learn--> LEARNT --proof--> PROVEN --(a failure, or a change)--> UNTRIED
+    any --(an error that may pass)--> RETRY_LATER --(n syncs)--> UNTRIED
+    any --(a reason that stays)--> OFF
+
+LEARNT: its next sync is the proof, of the weights that an export has just brought. Only a PROVEN
+route brings new weights.
 """
 
 from __future__ import annotations
@@ -34,7 +43,7 @@ from typing import ClassVar, TypeAlias
 import torch
 
 from sglang_loader.common.session.messages import Loaded
-from verl_sglang_sync.collective import TrainerGroup
+from verl_sglang_sync.collective import Reason, TrainerGroup
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.arrangements import EngineArrangements
 from verl_sglang_sync.engine.engine_ranks import EngineRank
@@ -98,12 +107,14 @@ class SyncSource:
     nothing by default.
 
     Attributes:
+        is_collective: all ranks take part in each bucket, or none may begin.
         asks_for_arrangements: engines are asked what they read of the buckets, to be sent only that
             later.
         required_arrangements: by engine rank of this rank, the digest of the arrangements that it
             must hold, "" where it gets whole buckets; None: all do.
     """
 
+    is_collective = True
     asks_for_arrangements = True
     required_arrangements: Sequence[str] | None = None
 
@@ -142,9 +153,22 @@ class ExportedSync:
 
 
 class Recovery(Enum):
-    RAISE = "something else went wrong"
-    AGAIN = "by the same route"
+    AGAIN = "by the same way"
     EXPORT = "by the full export"
+
+
+class RouteState(Enum):
+    """See the module."""
+
+    UNTRIED = "untried"
+    LEARNT = "learnt"
+    PROVEN = "proven"
+    RETRY_LATER = "retry later"
+    OFF = "off"
+
+
+MAX_DISTANCE = 64
+"""Most syncs between two tries of a route that failed for a reason that may pass."""
 
 
 @dataclass
@@ -178,23 +202,24 @@ class RouteContext:
 class Route:
     """How syncs are loaded without the full export; of one trainer rank, for all its sessions.
 
-    After a good exported sync a route finds every byte that the engines read, and has compared it
-    with the full export (`learn`). It stays proven until what it was proven for has changed, a
-    recheck is due, or a sync fails: then a sync is exported, and it learns again.
+    After a good exported sync a route finds every byte that the engines read (`learn`), and is
+    proven by bringing the same weights once more. It stays proven until what it was proven for has
+    changed, or a sync fails: then a sync is exported, and it learns again.
 
     Args:
         is_wanted: False: the route is switched off.
 
     Attributes:
         not_taken: what a sync does instead, for the log.
-        off_reason: why it is never taken again; None: it may be.
-        is_proven: the next sync may go this way.
+        state: see the module.
+        reason: why the route was not learnt from the last exported sync, or None.
     """
 
     not_taken: ClassVar[str]
 
     def __init__(self, context: RouteContext, *, is_wanted: bool) -> None:
-        self.off_reason: str | None = None
+        self.state = RouteState.UNTRIED
+        self.reason: str | None = None
         self._group = context.group
         self._device = context.device
         self._source_map = context.source_map
@@ -202,32 +227,52 @@ class Route:
         self._readers = context.readers
         self._first_reader = context.first_reader
         self._prepared_for: Sequence[EngineArrangements] = ()
-        self._recheck_every_n_syncs = context.settings.recheck_every_n_syncs
         self._is_wanted = is_wanted
-        self._num_syncs = 0  # since it was proven
-        self.is_proven = False
+        self._num_syncs = 0  # since it was proven, without those that failed
+        self._num_short = 0  # how often in a row it was proven, and did not last for one sync
+        self._distance = 0  # syncs from the last failure to the next try
+        self._num_waited = 0  # of them
 
-    def choose(self, weights: Iterable[NamedTensor], report: SyncReport) -> SyncSource | None:
-        """The buckets of this sync without an export; None: it does not go by this route."""
-        if not self.is_proven:
+    @property
+    def is_prepared(self) -> bool:
+        """True if a sync may go this way, to prove it or because it is proven."""
+        return self.state in (RouteState.LEARNT, RouteState.PROVEN)
+
+    def choose(
+        self, weights: Iterable[NamedTensor], report: SyncReport, *, proves: bool = False
+    ) -> SyncSource | None:
+        """The buckets of this sync without an export; None: it does not go by this route.
+
+        Args:
+            proves: the sync is the proof of this route.
+        """
+        if self.state is not (RouteState.LEARNT if proves else RouteState.PROVEN):
             return None
-        self._num_syncs += 1
-        every = self._recheck_every_n_syncs
-        is_due = every > 0 and self._num_syncs % every == 0
-        source = None if is_due else self._source(weights, report)
-        self.is_proven = source is not None
+        source = self._source(weights, report)
+        if source is None:
+            self.note_outdated()
         return source
 
     def _source(self, weights: Iterable[NamedTensor], report: SyncReport) -> SyncSource | None:
-        """The buckets of a sync by this proven route, or None if something has changed."""
+        """The buckets of a sync by this prepared route, or None if something has changed."""
         raise NotImplementedError
 
+    def begin_sync(self) -> None:
+        """Count a sync, to find out when this route is tried again."""
+        if self.state is RouteState.RETRY_LATER:
+            self._num_waited += 1
+            if self._num_waited >= self._distance:
+                self.state = RouteState.UNTRIED
+
     def can_learn(self, weights: Iterable[NamedTensor]) -> bool:
-        """True if `learn` may prove this route."""
-        is_traceable = sources_of(weights) is not None
-        if self._is_wanted and not is_traceable:
+        """True if `learn` may prepare this route."""
+        if not self._is_wanted or self.state in (RouteState.OFF, RouteState.RETRY_LATER):
+            return False
+        if sources_of(weights) is None:
+            self.reason = NOT_TRACEABLE
             warn_once(NOT_TRACEABLE)
-        return self._is_wanted and self.off_reason is None and is_traceable
+            return False
+        return True
 
     def wants_comparison(self, weights: Iterable[NamedTensor]) -> bool:
         """True if the export should be compared with the parameters while it is loaded, so that
@@ -239,7 +284,7 @@ class Route:
         """Do the part of `learn` that needs no other rank; never raises, as `learn` reports it."""
 
     def learn(self, sync: ExportedSync) -> bool:
-        """Prepare the next syncs, and prove that they bring what this exported one has brought.
+        """Prepare the next syncs, so that they bring what this exported one has brought.
 
         Returns:
             True if the next syncs go this way and need no staging buffers.
@@ -250,22 +295,58 @@ class Route:
         """True if this rank's engine ranks are not those that this route was prepared for."""
         return list(self._readers()) != list(self._prepared_for)
 
-    def _conclude(self, reason: str | None) -> bool:
-        """End `learn`: the route is proven, or never taken again, for a reason that is logged."""
-        self.is_proven, self._num_syncs = reason is None, 0
+    def _conclude(self, reason: Reason | None) -> bool:
+        """End `learn`: the route is prepared, or refused for a reason that is logged."""
         if reason is not None:
-            self.forget()
-            self.off_reason = reason
-            logger.warning("%s: %s", self.not_taken, reason)
-        return self.is_proven
+            self.refuse(reason)
+        else:
+            self.state, self.reason = RouteState.LEARNT, None
+        return reason is None
+
+    def note_proven(self) -> None:
+        """The proof has held: the next syncs may go this way."""
+        self.state, self._num_syncs = RouteState.PROVEN, 0
+
+    def note_used(self) -> None:
+        """A sync of new weights has gone this way, and is served."""
+        self._num_syncs += 1
+        self._num_short = self._distance = 0
+
+    def note_unmapped(self) -> None:
+        """A session without this route has ended: engines have unmapped what only it needs."""
+
+    def note_outdated(self) -> None:
+        """What the route was prepared for has changed: the next sync is exported. If that happens
+        at every sync, the way is not worth its preparation.
+        """
+        is_short = self.state is RouteState.PROVEN and not self._num_syncs
+        self.forget()
+        self._num_short += is_short
+        if self._num_short > 1:
+            text = "twice in a row it did not last for one sync: the parameters or engines change"
+            self.refuse(Reason(text, is_final=False))
+
+    def refuse(self, reason: Reason) -> None:
+        """Do not go this way, never again or for a number of syncs that grows."""
+        self.forget()
+        self.reason = reason.text
+        if reason.is_final:
+            self.state, when = RouteState.OFF, "from now on"
+        else:
+            self._distance = min(max(1, 2 * self._distance), MAX_DISTANCE)
+            self.state, self._num_waited = RouteState.RETRY_LATER, 0
+            when = f"tried again in {self._distance} sync{'s' * (self._distance > 1)}"
+        logger.warning("weight sync: %s (%s): %s", self.not_taken, when, reason)
 
     def recover(self, cause: Exception | None, weights: Iterable[NamedTensor]) -> Recovery:
-        """What to do after a sync by this route that failed, on this rank by `cause`."""
-        return Recovery.RAISE
+        """How a sync by this route that failed, on this rank by `cause`, is made again."""
+        self.note_outdated()
+        return Recovery.EXPORT
 
     def forget(self) -> None:
-        """A sync has failed for good: the next one is exported."""
-        self.is_proven = False
+        """Drop what was prepared: the next sync is exported."""
+        if self.is_prepared:
+            self.state = RouteState.UNTRIED
 
     def free_scratch(self) -> None:
         """A session is over, good or not: give back the memory that only a sync needs."""

@@ -2,8 +2,7 @@
 
 For engines on other devices (disaggregated), instead of a broadcast of all weights by the first
 trainer rank. Each byte that an engine rank reads is sent once, by a trainer rank that holds it
-(`exchange_plan.plan_reader` checks that). In the proof that rank compares it with the full export,
-found as the engine rank would find it. See `shard_route`; all trainer ranks and engine ranks are
+(`exchange_plan.plan_reader` checks that). See `shard_route`; all trainer ranks and engine ranks are
 one process group (`engine.update_groups`), and no rank packs more than a bucket at a time.
 
 The engine ranks unpack nothing: their load plans read from the receive buffers.
@@ -22,12 +21,10 @@ from typing import Any
 import torch
 
 from sglang_loader.common.broadcast.broadcast import Transfer
-from sglang_loader.common.copies.strided import gather_reads
 from verl_sglang_sync.engine.engine_ranks import EngineRank
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.broadcast import GroupDelivery
 from verl_sglang_sync.routes.route import Delivery, InStep, ReadyBucket, RouteContext
-from verl_sglang_sync.routes.shards.exchange_plan import received
 from verl_sglang_sync.routes.shards.shard_route import ShardBuckets, ShardPlan, ShardRoute
 
 
@@ -62,37 +59,6 @@ class SentBuckets(ShardBuckets):
         self.report.num_sent += len(self.plan.buckets)
         self.report.pair_bytes = pairs = self.plan.pair_bytes
         self.report.sent_bytes = sum(map(sum, pairs))
-
-    def difference(self, index: int, exported: Sequence[torch.Tensor] | None) -> str | None:
-        """Pack a bucket, and compare the bytes for each engine rank with the exported tensors."""
-        if exported is None:
-            return None
-        first, device = self.plan.first_reader, self._route._device
-        for rank, arrangement in enumerate(self.plan.reads[index][first:], first):
-            whole = gather_reads(arrangement, exported, device)
-            if (problem := self._difference_for(rank, index, whole)) is not None:
-                return problem
-        return None
-
-    def _difference_for(self, rank: int, index: int, whole: torch.Tensor) -> str | None:
-        moves, start = self.plan.all_to_all, 0  # of the bytes of one all-to-all
-        numbers = moves.numbers_of(index)
-        found = received([self.plan.sends[index][rank]], len(numbers), joins=False)
-        for number in numbers:  # packed for each engine rank anew: the scratch holds two of them
-            packed, sizes = moves.pack(number)
-            part = packed.split(list(sizes))[rank]
-            stop = start + part.numel()
-            for piece in found.pieces:  # no piece is in two of them
-                if start <= piece.offset < stop:
-                    expected = whole[piece.start : piece.start + piece.nbytes]
-                    arrived = part[piece.offset - start :][: piece.nbytes]
-                    if not torch.equal(expected, arrived):
-                        at = piece.start + int((expected != arrived).nonzero()[0])
-                        return self._differing(index, self.plan.reads[index][rank], at)
-            start = stop
-        if start != found.nbytes:
-            return f"of bucket {index} {start} bytes are sent, {found.nbytes} are received"
-        return None
 
 
 class SendDelivery(GroupDelivery):

@@ -18,7 +18,7 @@ import torch
 from sglang_loader.common.copies.strided import copy_views
 from sglang_loader.common.regions.compose import shard_copies
 from sglang_loader.common.regions.geometry import StridedCopy
-from verl_sglang_sync.collective import own_rank, result_or_reason
+from verl_sglang_sync.collective import Reason, own_rank, result_or_reason
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport
 from verl_sglang_sync.sources.snapshot import memory_of
@@ -39,7 +39,7 @@ class Comparison:
     traced: TracedExport | None
     now: Mapping[str, torch.Tensor]
     device: torch.device
-    problem: str | None = None
+    problem: Reason | None = None
 
     def __post_init__(self) -> None:
         self._shards: dict[int, torch.Tensor] = {}
@@ -53,14 +53,15 @@ class Comparison:
             _, reason = result_or_reason(lambda: self._add(exported), NotTraceable)
             self.problem = self.problem or reason
 
-    def finish(self) -> str | None:
+    def finish(self) -> Reason | None:
         """The first difference on this rank, in words, or what went wrong, or None."""
         self._wait()
         self.now, self._shards = {}, {}
         if self.problem is None and self.traced is not None:
             num_traced = len(self.traced.tensors)
             if self._seen != self.traced.tensors.keys():
-                self.problem = f"{len(self._seen)} tensors were exported, {num_traced} traced"
+                text = f"{len(self._seen)} tensors were exported, {num_traced} traced"
+                self.problem = Reason(text, is_final=True)
         return self.problem
 
     def _add(self, named: Iterable[NamedTensor]) -> None:
@@ -105,4 +106,5 @@ class Comparison:
         )
         if differ is not None and True in differ:
             name, _ = answers[differ.index(True)]
-            self.problem = f"{name} is exported with other bytes than its parameter has"
+            text = f"{name} is exported with other bytes than its parameter has"
+            self.problem = Reason(text, is_final=True)

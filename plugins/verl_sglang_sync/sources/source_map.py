@@ -34,6 +34,7 @@ import numpy as np
 import torch
 
 from verl_sglang_sync.collective import (
+    Reason,
     TrainerGroup,
     common_reason,
     holds_everywhere,
@@ -58,9 +59,6 @@ from verl_sglang_sync.sources.snapshot import (
 )
 from verl_sglang_sync.sources.transfer_plan import Origin
 
-MAX_TRACES = 4
-"""How often the parameters may be replaced by others before it is not worth the tracing."""
-
 Trace: TypeAlias = tuple[TracedExport, SourcesSnapshot]
 """An export, and the parameters that it was traced for, wherever they lie."""
 
@@ -69,16 +67,16 @@ class SourceMap:
     """Of one trainer rank, for all its syncs.
 
     Attributes:
-        off_reason: why the export cannot be traced, equal on all ranks; None: it may be.
+        off_reason: the reason for which the export cannot be traced, however often it is tried,
+            equal on all ranks; None: it may be traced.
     """
 
     def __init__(self, group: TrainerGroup, device: torch.device) -> None:
-        self.off_reason: str | None = None
+        self.off_reason: Reason | None = None
         self._group = group
         self._device = device
         self._trace: Trace | None = None
         self._own_trace: Trace | None = None  # not merged yet with those of the other ranks
-        self._num_traces = 0
 
     @property
     def traced(self) -> TracedExport:
@@ -95,7 +93,9 @@ class SourceMap:
         """`trace`, to compare what is exported next with the parameters; collective."""
         if (reason := self.trace(export)) is not None:
             return Comparison(None, {}, self._device, reason)
-        now, problem = result_or_reason(lambda: self.current(export, self.traced), SourcesChanged)
+        now, problem = result_or_reason(
+            lambda: self.current(export, self.traced), passing=(SourcesChanged,)
+        )
         return Comparison(self.traced, now or {}, self._device, problem)
 
     def is_current(self, comparison: Comparison, export: Iterable[NamedTensor]) -> bool:
@@ -113,7 +113,7 @@ class SourceMap:
             return
         self._own_trace, _ = result_or_reason(lambda: self._traced_anew(export), NotTraceable)
 
-    def trace(self, export: Iterable[NamedTensor]) -> str | None:
+    def trace(self, export: Iterable[NamedTensor]) -> Reason | None:
         """Trace the export, unless the last trace holds; collective; returns why it failed."""
         if self.off_reason is not None:
             return self.off_reason
@@ -121,13 +121,16 @@ class SourceMap:
             return None
         self._trace, self._own_trace, reason = self._own_trace, None, None
         if not self.is_traced(export):
-            self._trace, reason = result_or_reason(lambda: self._traced_anew(export), NotTraceable)
-        self.off_reason = common_reason(self._group, reason) or self._merge()
-        if self.off_reason is not None:
+            self._trace, reason = result_or_reason(
+                lambda: self._traced_anew(export), NotTraceable, passing=(SourcesChanged,)
+            )
+        reason = common_reason(self._group, reason) or self._merge()
+        if reason is not None:
             self._trace = None
-        return self.off_reason
+            self.off_reason = reason if reason.is_final else None
+        return reason
 
-    def _merge(self) -> str | None:
+    def _merge(self) -> Reason | None:
         """Put together what the ranks have traced; collective; returns why it does not fit."""
         assert self._trace is not None
         traced, snapshot = self._trace
@@ -140,7 +143,7 @@ class SourceMap:
             try:
                 self._trace = merge_traces(summaries, traces), snapshot
             except NotTraceable as error:
-                return str(error)
+                return Reason(str(error), is_final=True)
         return None
 
     def current(self, export: object, traced: TracedExport) -> Mapping[str, torch.Tensor]:
@@ -158,9 +161,6 @@ class SourceMap:
 
     def _traced_anew(self, export: Iterable[NamedTensor]) -> Trace:
         """This rank's trace, for which it waits for no other rank."""
-        self._num_traces += 1
-        if self._num_traces > MAX_TRACES:
-            raise NotTraceable(f"the parameters were replaced by others {MAX_TRACES} times")
         sources = require_sources(export)
         if (trace := getattr(sources, "trace", None)) is not None:
             traced = trace(self._device)

@@ -1,6 +1,6 @@
 """The engine ranks that a trainer rank syncs, and how its packed buckets get to them.
 
-    sessions, delivery = engines.open(stack, ranks, task)   # collective; one, or many, or none
+    sessions, delivery = engines.open(stack, ranks, task, proof)  # collective; one, many, or none
     delivery.deliver(bucket)
     engines.abandon()                   # a sync has failed: drop what the next must not use
 
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from sglang_loader.common.session.folder import remove_orphans
+from sglang_loader.common.session.messages import Proof
 from verl_sglang_sync.collective import TrainerGroup, world_size
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.arrangements import EngineArrangements
@@ -62,11 +63,15 @@ class ColocatedEngine:
         self.readers = (EngineArrangements(is_wanted=self._settings.exchange_shards),)
         self._names = BlockNames()
 
-    def open(self, stack: ExitStack, ranks: RanksInStep, task: SyncTask) -> Opened:
+    def open(
+        self, stack: ExitStack, ranks: RanksInStep, task: SyncTask, proof: Proof = "none"
+    ) -> Opened:
         """Make this rank's session; the replica's leader sends the descriptors of all its ranks."""
         settings, request = self._settings, OpeningRequest(self._engine, task.version)
         session = ranks.run_if_ok(
-            lambda: stack.enter_context(TrainerSession(self.sockets, settings, self._names))
+            lambda: stack.enter_context(
+                TrainerSession(self.sockets, settings, self._names, proof=proof)
+            )
         )
         gathered = self._group.gather(b"" if session is None else session.descriptor)
         if gathered is not None and all(gathered):
@@ -103,7 +108,9 @@ class RemoteEngines:
         self._sending: UpdateGroup | None = None  # of the last sync in which all ranks might send
         self._readers_group = ""  # name of the group of these engine ranks
 
-    def open(self, stack: ExitStack, ranks: RanksInStep, task: SyncTask) -> Opened:
+    def open(
+        self, stack: ExitStack, ranks: RanksInStep, task: SyncTask, proof: Proof = "none"
+    ) -> Opened:
         """Make all sessions; form the groups before, unless those of the last sync can be used."""
         settings, groups = self._settings, self._groups
         engines: list[EngineRank] = []
@@ -116,7 +123,9 @@ class RemoteEngines:
             senders = None if self._sending is None else self._sending.name
         if group is None or senders is None:
             return (), MappedDelivery((), settings, task.report)
-        ranks.run_if_ok(lambda: self._open_sessions(group, senders, stack, task.version, engines))
+        ranks.run_if_ok(
+            lambda: self._open_sessions(group, senders, stack, task.version, proof, engines)
+        )
         limit_s = settings.request_timeout_s
         delivery = BroadcastDelivery(engines, group.process_group, limit_s, task.report)
         return engines, delivery
@@ -158,6 +167,7 @@ class RemoteEngines:
         senders: str,
         stack: ExitStack,
         version: str | None,
+        proof: Proof,
         engines: list[EngineRank],
     ) -> None:
         """Request a session with each engine rank of every replica, which stop serving until it
@@ -173,6 +183,7 @@ class RemoteEngines:
                     sockets,
                     self._settings,
                     BlockNames(),
+                    proof=proof,
                     group=group.name,
                     senders="" if arrangements.reads_in_place else senders,
                     secret=group.secret,

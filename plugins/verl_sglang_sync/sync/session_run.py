@@ -1,10 +1,12 @@
 """The sessions of one trainer rank in one sync, step by step, in step with the other ranks.
 
 run = SessionRun(*opened, ranks, settings, report)  # the requests have left
-has_met = run.meet()                    # all ranks: every engine rank has joined
+run.meet()                              # all ranks: every engine rank has joined
+run.check_plans(source, proves=False)   # with what the way was proven with
 run.send(source)                        # each rank at its own pace
-loaded = run.finish(source, meanwhile)  # its engine ranks have read all
-run.commit()                            # once all ranks have come so far
+run.finish(source, meanwhile)           # its engine ranks have read all
+loaded = run.wait_until_loaded()        # all ranks: every engine has judged what it has loaded
+run.commit(is_last=True)                # once all ranks have come so far
 run.end(defers_reply=True)              # all ranks leave together
 """
 
@@ -14,10 +16,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from sglang_loader.common.session.messages import Loaded, SessionError
+from sglang_loader.common.session.messages import Loaded, PeerSilent
 from verl_sglang_sync.collective import AGREE_EVERY_S
 from verl_sglang_sync.config import WeightSyncConfig
-from verl_sglang_sync.engine.engine_ranks import EngineRank, OpeningRequest, for_each, wait_for
+from verl_sglang_sync.engine.engine_ranks import (
+    EngineRank,
+    OpeningRequest,
+    for_each,
+    poll,
+    wait_for,
+)
 from verl_sglang_sync.engine.session import EngineFailed
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.route import Delivery, SyncSource
@@ -26,6 +34,10 @@ from verl_sglang_sync.sync.ranks_in_step import RanksInStep
 MEET_TIMEOUT_S = 120.0
 GIVE_UP_S = 5.0
 """How long a failed sync waits for the replies, so that the engines are done when ranks leave."""
+
+
+class WayOutdated(RuntimeError):
+    """A fast way was prepared for other load plans than the engines hold now."""
 
 
 @dataclass(eq=False)
@@ -42,13 +54,25 @@ class SessionRun:
     settings: WeightSyncConfig
     report: SyncReport
 
-    def engines_hold(self, needed: Sequence[str]) -> bool:
-        """Whether all joined engine ranks that are sent to hold the arrangements of their buckets.
-        `needed`: by engine rank the digest; "": whole buckets, it may hold any.
+    def check_plans(self, source: SyncSource, *, proves: bool) -> None:
+        """Check that the joined engine ranks hold what the source's buckets are made for.
+
+        Args:
+            proves: the session proves this way, with whatever plans the engines hold.
+
+        Raises:
+            WayOutdated: an engine rank holds another load plan than the one that the way was
+                proven with, or other arrangements than its buckets have.
         """
+        needed = source.required_arrangements
+        for engine in self.engines if not proves else ():
+            if engine.session.plan != engine.arrangements.proven_plan:
+                raise WayOutdated("an engine's load plan is not the one of the proof")
         far = [engine for engine in self.engines if not engine.arrangements.reads_in_place]
         held = [engine.session.arrangements for engine in far]
-        return all(digest in ("", own) for digest, own in zip(needed, held, strict=True))
+        for digest, own in zip(needed, held, strict=True) if needed is not None else ():
+            if digest not in ("", own):  # "": whole buckets, the engine may hold any
+                raise WayOutdated("an engine reads other parts of buckets than were planned")
 
     @property
     def requests(self) -> list[OpeningRequest]:
@@ -69,7 +93,7 @@ class SessionRun:
                 with engine.naming_errors():
                     if not engine.session.greet(engine.request.check, wait_s=AGREE_EVERY_S):
                         if time.monotonic() > deadline:
-                            raise SessionError(f"the engine did not join within {limit_s:g} s")
+                            raise PeerSilent(f"the engine did not join within {limit_s:g} s")
                         return False
                 unmet.pop(0)
             for request in self.requests:
@@ -95,8 +119,8 @@ class SessionRun:
         if not self.ranks.num_buckets:
             raise ValueError("the trainer exported no tensor")
 
-    def finish(self, source: SyncSource, meanwhile: Callable[[], None]) -> list[Loaded]:
-        """Call `meanwhile` while the engine ranks read to the end; returns how each has loaded."""
+    def finish(self, source: SyncSource, meanwhile: Callable[[], None]) -> None:
+        """Call `meanwhile` while the engine ranks read to the end."""
         ranks, asks = self.ranks, source.asks_for_arrangements
         for engine in self.engines:
             with engine.naming_errors():
@@ -109,16 +133,50 @@ class SessionRun:
         limit_s = self.settings.request_timeout_s
         with self.report.stage("load"):
             wait_for(self.engines, lambda s: s.num_done == ranks.num_buckets, limit_s)
+
+    def wait_until_loaded(self) -> list[Loaded] | None:
+        """Wait, all ranks in step, until each engine rank reports how it has loaded.
+
+        An engine rank reports only once all TP ranks of its engine have loaded, which other trainer
+        ranks may have failed to bring about.
+
+        Returns:
+            None after a failure on any rank.
+        """
+        deadline = time.monotonic() + self.settings.request_timeout_s
+
+        def have_loaded() -> bool:
+            pause = time.monotonic() + AGREE_EVERY_S
+            while True:
+                poll(self.engines)
+                waiting = next((e for e in self.engines if e.session.loaded is None), None)
+                if waiting is None:
+                    return True
+                if time.monotonic() > deadline:
+                    with waiting.naming_errors():
+                        raise PeerSilent(f"not loaded within {self.settings.request_timeout_s:g} s")
+                if time.monotonic() > pause:
+                    return False
+                waiting.session.wait_briefly()
+
         with self.report.stage("commit"):
-            wait_for(self.engines, lambda s: s.loaded is not None, limit_s)
+            if not self.ranks.repeat_until_all(have_loaded):
+                return None
         return [e.session.loaded for e in self.engines if e.session.loaded is not None]
 
-    def commit(self) -> None:
-        """Have the weights published: all ranks have agreed that all is loaded."""
+    def commit(self, *, is_last: bool) -> None:
+        """Have the weights published: all ranks have agreed that all is loaded.
+
+        Args:
+            is_last: False: no request may run before the sync's next session has ended.
+        """
         self.ranks.may_be_served = True
         try:
             with self.report.stage("publish"):
-                for_each(self.engines, lambda e: e.session.commit(e.request.check_refused))
+                for_each(
+                    self.engines,
+                    lambda e: e.session.commit(e.request.check_refused, is_last=is_last),
+                )
                 for_each(self.engines, lambda e: e.session.wait_until_published())
         except EngineFailed:  # its TP ranks have agreed to publish nothing
             self.ranks.may_be_served = len(self.requests) > 1

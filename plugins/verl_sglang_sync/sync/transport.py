@@ -1,50 +1,93 @@
 """One sync: requests open sessions with all engine ranks, buckets go straight to them.
 
-A trainer rank has sessions with the engine ranks that it gives weights to (`engines`): one,
-many, or none. Ranks are not in step within a sync; they agree three times: everyone has joined;
-everyone has sent the same, and its engines have read it (only then is anything published); every
-replica is done. A rank that fails in between goes on exporting (the export's collectives need it),
-then all leave together with the same `WeightSyncError`.
+A trainer rank has sessions with the engine ranks that it gives weights to (`engines`): one, many,
+or none. A sync is a few sessions with each, one after the other:
 
-Where the buckets come from is chosen once the requests have left (`_choose`): the first route that
-has something to offer (`routes.route`), or verl's full export, packed. A route by which a sync
-failed may ask for it to be made again, once: by the same route, or with the export.
+    _attempt      new weights, by a route that is proven, or by verl's full export; if that fails
+                  before anything was published, once more, by the export
+    _prove_route  after an export from which a route has learnt: the same weights by that route;
+                  the engines refuse other bytes than they hold, and the export is made again
+    _prove_served when a proof is due: the same weights by the export, through `load_weights`; the
+                  engines compare them with what they held
+
+`_once` is one session. Ranks are not in step within it; they agree three times: everyone has
+joined; everyone has sent the same, and its engines have read it (only then is anything published);
+every replica is done. A rank that fails in between goes on exporting (the export's collectives need
+it), then all leave together with the same `WeightSyncError`. What fails anywhere else on one rank
+makes it leave, so that no other rank waits for it (`TrainerGroup.leave`).
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from itertools import chain
 
 import torch
 
 from sglang_loader.common.garbage_collection import no_full_collections
+from sglang_loader.common.naming import listed
 from sglang_loader.common.session.folder import SessionFolder
-from sglang_loader.common.session.messages import Loaded
-from verl_sglang_sync.collective import RankLost, TrainerGroup, WeightSyncError, world_size
+from sglang_loader.common.session.messages import Loaded, PeerSilent, Proof
+from verl_sglang_sync.collective import (
+    RankLost,
+    Reason,
+    TrainerGroup,
+    WeightSyncError,
+    holds_everywhere,
+    world_size,
+)
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.engine_ranks import Engine, OpeningRequest, drop_frames
+from verl_sglang_sync.engine.server_client.errors import ReplyLost, ServerUnreachable
+from verl_sglang_sync.engine.session import Misfit, ProofFailed
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroups
-from verl_sglang_sync.report import SyncReport, warn_once
+from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.exchange import Exchange
 from verl_sglang_sync.routes.export import ExportedBuckets
 from verl_sglang_sync.routes.pull.route import Pull
 from verl_sglang_sync.routes.pull_and_send import PullAndSend
-from verl_sglang_sync.routes.route import ExportedSync, Recovery, Route, RouteContext, SyncSource
+from verl_sglang_sync.routes.route import (
+    ExportedSync,
+    Recovery,
+    Route,
+    RouteContext,
+    RouteState,
+    SyncSource,
+)
 from verl_sglang_sync.routes.shards.all_to_all import NUM_TRAVELLING
 from verl_sglang_sync.routes.staging_ring import StagingRing
-from verl_sglang_sync.sources.export import Export, NamedTensor
+from verl_sglang_sync.sources.export import Export, NamedTensor, is_repeatable
 from verl_sglang_sync.sync.engines import ColocatedEngine, RemoteEngines, SyncTask
 from verl_sglang_sync.sync.ranks_in_step import RanksInStep
 from verl_sglang_sync.sync.session_run import SessionRun
 
 logger = logging.getLogger(__name__)
 
-NO_ARRANGEMENTS = (
-    "a sync is exported: an engine has no load plan for the parts of buckets that it was to be sent"
-)
+PROOF_FACTOR = 8
+"""Syncs to the next proof, and from each to the one after it, where tensors hold the same bytes."""
+
+
+class FallbackRefused(RuntimeError):
+    """The next syncs would be exported in full, and `on_fallback=error` forbids that."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one session has done, equal on all ranks.
+
+    Attributes:
+        route: brought the weights; None: the export did.
+        differing: tensors that engines held with other bytes than an export that proves has.
+        num_alike: storages of all engine ranks that hold the same bytes as another, in a proof.
+    """
+
+    route: Route | None
+    differing: list[str] = field(default_factory=list)
+    num_alike: int = 0
 
 
 class SessionTransport:
@@ -68,7 +111,6 @@ class SessionTransport:
             torch.multiprocessing.set_sharing_strategy("file_system")
         self._engines = engines
         self._routes = routes
-        self._route: Route | None = None  # of this sync; None: its buckets are exported
         self._group = context.group
         self._settings = context.settings
         self._device = context.device
@@ -80,7 +122,10 @@ class SessionTransport:
         # A stage of the engine follows each sync: `check_reply` is called after it.
         self._defers_reply = context.is_colocated and self._settings.free_cache_engine
         self._unanswered: list[OpeningRequest] = []
-        self._needs_staging = False  # an exported sync has proven no route without
+        self._needs_staging = False  # an exported sync has prepared no route without
+        self._num_syncs = 0  # that were good
+        self._next_proof: int | None = None  # number of the sync that is to be proven
+        self._proof_distance = 1
 
     async def sync(
         self,
@@ -100,33 +145,144 @@ class SessionTransport:
             WeightSyncError: on every rank, if any rank failed.
         """
         task = SyncTask(weights=weights, version=version, report=report, replicas=replicas)
+        self._group.begin()
         try:
             with no_full_collections():
-                self._sync_by_best_route(task)
+                self._sync(task)
         except WeightSyncError as error:  # the next sync is made as the first one was
-            for route in self._routes:
-                route.forget()
-            for reader in self._engines.readers:
-                reader.forget()
+            self._forget()
             drop_frames(error)  # its text has those that matter
             raise
+        except BaseException as error:  # of this rank alone
+            self._forget()
+            self._group.leave(f"{type(error).__name__}: {error}")
+            raise
 
-    def _sync_by_best_route(self, task: SyncTask) -> None:
-        """One session; a second one where the route of the first did not hold and says so."""
-        ranks, routes = RanksInStep(self._group), self._routes
+    def _sync(self, task: SyncTask) -> None:
+        """Bring new weights, and prove what is not proven yet."""
+        number = self._num_syncs + 1
+        every = self._settings.prove_every_n_syncs
+        is_due = number == self._next_proof or (every > 0 and number % every == 0)
+        for route in self._routes:
+            route.begin_sync()
+        outcome = self._attempt(task, self._routes, proof_follows=is_due)
+        is_proven = False
+        while outcome.route is None and (learnt := self._learnt_route()) is not None:
+            if is_proven := self._prove_route(task, learnt):
+                break
+            outcome = self._attempt(task, (), proof_follows=False)
+        if is_due and not is_proven:
+            self._prove_served(task)
+        if outcome.route is not None:
+            outcome.route.note_used()
+        self._num_syncs = number
+
+    def _attempt(self, task: SyncTask, routes: Sequence[Route], *, proof_follows: bool) -> Outcome:
+        """Bring new weights, by the first of the routes that has them, or by the export. A failure
+        before anything was published costs a second attempt.
+        """
+        ranks, taken = RanksInStep(self._group), list[Route]()
         try:
-            self._sync(task, ranks, routes)
-            return
+            return self._once(task, ranks, routes, taken, proof_follows=proof_follows)
+        except RankLost:
+            raise
         except WeightSyncError as error:
-            if self._route is None or isinstance(error, RankLost):
+            if not self._may_repeat(task, ranks):
                 raise
-            recovery = self._route.recover(ranks.cause, task.weights)
-            if recovery is Recovery.RAISE:
-                raise
-            logger.warning("the sync is made again (%s): %s", recovery.value, error)
-            routes = (self._route,) if recovery is Recovery.AGAIN else ()
+            drop_frames(error)  # they hold the groups and buffers of this attempt
+            recovery = Recovery.EXPORT
+            for route in taken:
+                recovery = route.recover(ranks.cause, task.weights)
+            logger.warning(
+                "weight sync: nothing was published, so the sync is made again %s, which costs "
+                "the seconds of another sync: %s",
+                recovery.value,
+                error,
+            )
         task.report.restart()
-        self._sync(task, RanksInStep(self._group), routes)
+        again = taken if recovery is Recovery.AGAIN else ()
+        return self._once(task, RanksInStep(self._group), again, [], proof_follows=proof_follows)
+
+    def _may_repeat(self, task: SyncTask, ranks: RanksInStep) -> bool:
+        """True if a failed sync can be made again, and may succeed then; collective."""
+        is_hopeless = isinstance(
+            ranks.cause, PeerSilent | Misfit | FallbackRefused | ServerUnreachable | ReplyLost
+        )
+        may_repeat = is_repeatable(task.weights) and not ranks.may_be_served and not is_hopeless
+        return holds_everywhere(self._group, may_repeat)
+
+    def _learnt_route(self) -> Route | None:
+        return next((each for each in self._routes if each.state is RouteState.LEARNT), None)
+
+    def _prove_route(self, task: SyncTask, route: Route) -> bool:
+        """Send the weights that an export has just brought by the route that has learnt from it.
+
+        Returns:
+            False if the engines got other bytes, or none: their weights are incomplete now.
+        """
+        ranks = RanksInStep(self._group)
+        try:
+            with task.report.stage("prove"):
+                outcome = self._once(_without_report(task), ranks, (route,), [], proof="route")
+        except RankLost:
+            raise
+        except WeightSyncError as error:
+            differs = not holds_everywhere(self._group, not isinstance(ranks.cause, ProofFailed))
+            route.refuse(Reason(f"its proof failed: {error}", is_final=differs))
+            return False
+        if outcome.route is None:  # the route had nothing to offer, and the export proved itself
+            return True
+        route.note_proven()
+        task.report.is_proven = True
+        self._plan_proof(outcome.num_alike)
+        return True
+
+    def _prove_served(self, task: SyncTask) -> None:
+        """Send the weights by the export, through `load_weights`, and compare: do the engines serve
+        what the trainer has? If not, they do now, and no fast way is taken any more.
+        """
+        with task.report.stage("prove"):
+            outcome = self._attempt_proof(task)
+        task.report.is_proven = not outcome.differing
+        self._plan_proof(outcome.num_alike)
+        if not outcome.differing:
+            logger.info("weight sync: proven: the engines serve the trainer's weights bit for bit")
+            return
+        text = (
+            f"a proof found {len(outcome.differing)} tensors that were not served as the trainer "
+            f"has them: {listed(outcome.differing)}"
+        )
+        for route in self._routes:
+            route.refuse(Reason(text, is_final=True))
+        logger.error("weight sync: %s. The engines have the right weights now, by export.", text)
+
+    def _attempt_proof(self, task: SyncTask) -> Outcome:
+        """One session for `_prove_served`; a second one, without a proof, if that fails."""
+        ranks = RanksInStep(self._group)
+        try:
+            return self._once(_without_report(task), ranks, (), [], proof="served")
+        except RankLost:
+            raise
+        except WeightSyncError as error:
+            if not self._may_repeat(task, ranks):
+                raise
+            logger.warning("weight sync: not proven, exported in full again: %s", error)
+        return self._once(_without_report(task), RanksInStep(self._group), (), [])
+
+    def _plan_proof(self, num_alike: int) -> None:
+        """After a proof: prove again later if tensors that held the same bytes may have been
+        confused with each other, which shows only once they have parted.
+        """
+        self._next_proof = None
+        if num_alike:
+            self._next_proof = self._num_syncs + 1 + self._proof_distance
+            self._proof_distance *= PROOF_FACTOR
+
+    def _forget(self) -> None:
+        for route in self._routes:
+            route.forget()
+        for reader in self._engines.readers:
+            reader.forget()
 
     def check_reply(self, report: SyncReport) -> None:
         """Raise a bad reply to the last sync's requests; called after the engine's next stage."""
@@ -135,47 +291,93 @@ class SessionTransport:
             with report.stage("reply"):
                 request.result()
 
-    def _sync(self, task: SyncTask, ranks: RanksInStep, routes: Sequence[Route]) -> None:
-        self._route, loaded = None, None
+    def _once(
+        self,
+        task: SyncTask,
+        ranks: RanksInStep,
+        routes: Sequence[Route],
+        taken: list[Route],
+        *,
+        proof: Proof = "none",
+        proof_follows: bool = False,
+    ) -> Outcome:
+        """One session with each engine rank, from the request that opens it to its reply.
+
+        Args:
+            ranks: keeps what fails on this rank, and the error that all ranks raise.
+            routes: the first that has something to offer is taken, else the export.
+            taken: gets the route that was taken, if any.
+            proof: what the session proves.
+            proof_follows: another session of this sync proves what this one brings.
+
+        Raises:
+            WeightSyncError: on every rank, if any rank failed.
+        """
         report = task.report
         ranks.run_if_ok(lambda: self.check_reply(report))
         with ExitStack() as stack:
             stack.push(self._end_session)
             with report.stage("open"):
-                opened = self._engines.open(stack, ranks, task)
+                opened = self._engines.open(stack, ranks, task, proof)
             run = SessionRun(*opened, ranks, self._settings, report)
-            source = self._choose(task, routes)
-            ranks.run_always(source.start)
-            with report.stage("open"):
-                has_met = run.meet()
-            if has_met:
-                source = self._after_joining(run, source, task)
-                loaded = self._transfer(run, source, task)
+            source = self._choose(task, routes, taken, proof)
+            is_exported = isinstance(source, ExportedBuckets)
+            try:
+                ranks.run_always(source.start)
+                with report.stage("open"):
+                    run.meet()
+                if not is_exported:
+                    ranks.run_if_ok(lambda: run.check_plans(source, proves=proof == "route"))
+                    if source.is_collective and ranks.error is None:
+                        ranks.agree()  # before any rank waits for another one's bytes
+                ranks.run_if_ok(lambda: run.send(source))
+                ranks.run_if_ok(source.confirm)
+            except RankLost:
+                raise
+            except BaseException:  # an interrupt: the other ranks need this one's export
+                with suppress(Exception):
+                    source.drain()
+                raise
             source.drain()
+            learns = is_exported and proof == "none"
+            meanwhile = partial(self._prepare_to_learn, task, learns)
+            ranks.run_if_ok(lambda: run.finish(source, meanwhile))
+            loaded = run.wait_until_loaded() or []
+            if ranks.error is None:
+                ranks.run_if_ok(lambda: self._record_loaded(run, loaded, report))
+                if learns:
+                    assert isinstance(source, ExportedBuckets)
+                    self._learn(task, source, loaded)
+                    ranks.run_if_ok(self._check_fallback)
+                follows = proof_follows or (learns and self._learnt_route() is not None)
+                ranks.run_if_ok(lambda: run.commit(is_last=not follows))
+                ranks.run_if_ok(source.end)
             run.end(defers_reply=self._defers_reply)
-        assert loaded is not None, "a rank that has not failed has loaded"
         self._unanswered = run.requests if self._defers_reply else []
-        source.end()
-        self._record_loaded(run, loaded, report)
-        if isinstance(source, ExportedBuckets):
-            routes = self._routes if source.asks_for_arrangements else self._routes[:1]
-            exported = ExportedSync(task.weights, loaded, source.comparison)
-            self._learn_routes(routes, exported, report)
+        if is_exported:
+            for each in self._routes:
+                each.note_unmapped()
+        if proof == "route":
+            for engine in run.engines:
+                engine.arrangements.proven_plan = engine.session.plan
+        route = taken[0] if taken else None
+        return Outcome(route) if proof == "none" else self._compared(route, loaded)
 
-    def _choose(self, task: SyncTask, routes: Sequence[Route]) -> SyncSource:
+    def _choose(
+        self, task: SyncTask, routes: Sequence[Route], taken: list[Route], proof: Proof
+    ) -> SyncSource:
+        """What the first route offers that has this sync's weights, else the export; collective."""
         for route in routes:
-            source = route.choose(task.weights, task.report)
+            source = route.choose(task.weights, task.report, proves=proof == "route")
             if source is not None:
-                self._route = route
+                taken.append(route)
                 return source
-        return self._exported(task)
-
-    def _exported(self, task: SyncTask, *, is_compared: bool = True) -> ExportedBuckets:
         weights, report, comparison = task.weights, task.report, None
         # The answer takes an engine a second, and is of no use where it reads the parameters in
         # place from the next sync on.
         asks = self._needs_staging or not self._routes[0].can_learn(weights)
-        if is_compared and any(route.wants_comparison(weights) for route in self._routes):
+        learns = proof == "none"
+        if learns and any(route.wants_comparison(weights) for route in self._routes):
             with report.stage("learn"):
                 comparison = self._source_map.begin_comparison(weights)
         return ExportedBuckets(
@@ -187,39 +389,18 @@ class SessionTransport:
             comparison=comparison,
         )
 
-    def _after_joining(self, run: SessionRun, source: SyncSource, task: SyncTask) -> SyncSource:
-        """The source, now that all engines have said how buckets may come.
+    def _prepare_to_learn(self, task: SyncTask, learns: bool) -> None:
+        for route in self._routes if learns else ():
+            if route.can_learn(task.weights):
+                with task.report.stage("learn"):
+                    route.prepare_to_learn(task.weights)
 
-        All ranks go through the full export where an engine holds other arrangements than were
-        prepared for it, or a rank has failed: it could take no part in anything else.
-        """
-        needed = source.required_arrangements
-        if needed is not None and not run.ranks.agree(is_ready=run.engines_hold(needed)):
-            if run.ranks.error is None:
-                warn_once(NO_ARRANGEMENTS)
-            assert self._route is not None, "an export needs no arrangements"
-            self._route.is_proven = False  # the engine may recheck its plan: so does the route
-            source = self._exported(task, is_compared=run.ranks.error is None)
-            self._route = None
-        return source
-
-    def _transfer(self, run: SessionRun, source: SyncSource, task: SyncTask) -> list[Loaded] | None:
-        """Have every bucket loaded and, when all ranks have come so far, published."""
-        ranks = run.ranks
-
-        def prepare_to_learn() -> None:
-            for route in self._routes if isinstance(source, ExportedBuckets) else ():
-                if route.can_learn(task.weights):
-                    with task.report.stage("learn"):
-                        route.prepare_to_learn(task.weights)
-
-        ranks.run_if_ok(lambda: run.send(source))
-        ranks.run_if_ok(source.confirm)
-        source.drain()
-        loaded = ranks.run_if_ok(lambda: run.finish(source, prepare_to_learn))
-        if ranks.error is None and ranks.agree():
-            ranks.run_if_ok(run.commit)
-        return loaded
+    def _compared(self, route: Route | None, loaded: Sequence[Loaded]) -> Outcome:
+        """What the proof found on all engine ranks; collective."""
+        own = [(each.differing, each.num_alike) for each in loaded]
+        found = list(chain.from_iterable(self._group.all_gather(own)))
+        differing = dict.fromkeys(name for names, _ in found for name in names)
+        return Outcome(route, list(differing), sum(num for _, num in found))
 
     def _record_loaded(self, run: SessionRun, loaded: Sequence[Loaded], report: SyncReport) -> None:
         if loaded:
@@ -230,21 +411,33 @@ class SessionTransport:
             if outcome.arrangements is not None:
                 engine.arrangements.learn(outcome.arrangements, self._stream.buckets)
 
-    def _learn_routes(
-        self, routes: Sequence[Route], sync: ExportedSync, report: SyncReport
-    ) -> None:
-        """After a good sync by export: can the next ones do without it?"""
+    def _learn(self, task: SyncTask, source: ExportedBuckets, loaded: Sequence[Loaded]) -> None:
+        """After an export that is loaded: can the next syncs do without it? Collective."""
+        routes = self._routes if source.asks_for_arrangements else self._routes[:1]
+        exported = ExportedSync(task.weights, loaded, source.comparison)
         for number, route in enumerate(routes, start=1):
-            if route.can_learn(sync.weights):
-                with report.stage("learn"):
-                    needs_no_staging = route.learn(sync)
-                if route.is_proven:
-                    self._free_ring()  # whole buckets needed more room than it does
+            if route.can_learn(task.weights):
+                with task.report.stage("learn"):
+                    needs_no_staging = route.learn(exported)
                 if needs_no_staging:
                     for worse in self._routes[number:]:
                         worse.forget()
                     return
         self._needs_staging = True
+
+    def _check_fallback(self) -> None:
+        """Raise FallbackRefused if no route was prepared, and the user would rather stop."""
+        settings = self._settings
+        is_wanted = settings.read_in_place or settings.exchange_shards
+        if settings.on_fallback != "error" or not is_wanted or self._learnt_route() is not None:
+            return
+        reasons = [f"{each.not_taken}: {each.reason}" for each in self._routes if each.reason]
+        if not reasons:
+            return  # another sync can prepare a route
+        raise FallbackRefused(
+            "on_fallback=error, and the next syncs would be exported in full: "
+            f"{'; '.join(reasons)}. Set on_fallback=warn to go on slower"
+        )
 
     def _end_session(self, _: object, error: object, __: object) -> None:
         if error is not None:
@@ -259,6 +452,12 @@ class SessionTransport:
     def _free_ring(self) -> None:
         if self._ring is not None:
             self._ring.free()
+
+
+def _without_report(task: SyncTask) -> SyncTask:
+    """The task of a session that proves: what it counts is not what the sync has cost."""
+    report = SyncReport(mode=task.report.mode, replica=task.report.replica)
+    return replace(task, report=report)
 
 
 def colocated_transport(
@@ -294,7 +493,7 @@ def disaggregated_transport(
         groups = make_groups()
         ring = StagingRing(device, num_buffers=NUM_TRAVELLING, bucket_bytes=settings.bucket_bytes)
     senders = make_groups(trainers=group)
-    engines = RemoteEngines(groups, senders, lambda: send.is_proven, settings)
+    engines = RemoteEngines(groups, senders, lambda: send.is_prepared, settings)
     context = RouteContext(group, device, settings, lambda: engines.readers, world_size())
     folder = cache(SessionFolder)  # made when there is memory that engines map, which it lists
     pull, near = (Pull(context, lambda handle: folder().record(handle)) for _ in range(2))

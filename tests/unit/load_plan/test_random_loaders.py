@@ -85,7 +85,7 @@ def first_difference(seed):
     for sync in range(4):
         if sync:
             lose_what_is_covered(loader.plan)
-        loader.start({}, recheck_every_n_syncs=0)
+        loader.start({})
         for index, layout in enumerate(layouts):
             values = torch.randint(1, 99, (layout.nbytes // 4,), generator=generator)
             buffer = values.to(torch.float32).view(torch.uint8)

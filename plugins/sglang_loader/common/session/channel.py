@@ -25,7 +25,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from sglang_loader.common.session import messages as wire
 from sglang_loader.common.session.folder import check_endpoint
-from sglang_loader.common.session.messages import FromEngine, FromTrainer, SessionError
+from sglang_loader.common.session.messages import FromEngine, FromTrainer, PeerSilent, SessionError
 
 LINGER_MS = 2000
 POLL_MS = 100
@@ -115,7 +115,7 @@ class Channel(Generic[Received]):
         """
         limit = self._timeout_s if timeout_s is None else min(timeout_s, self._timeout_s)
         if not self.wait(limit, watch):
-            raise SessionError(f"no message from the {self._peer} within {limit:g} s")
+            raise PeerSilent(f"no message from the {self._peer} within {limit:g} s")
         return self._received.popleft()
 
     def wait(self, limit_s: float, watch: Callable[[], None] | None = None) -> bool:

@@ -11,21 +11,26 @@ over a socket that the trainer binds, in a private folder of the host that they 
                                       ...
                                       <-     Finish(counts)
     BucketDone(what was in flight)    ->
-    Loaded(how)                       ->     this rank has read every byte
-                                      <-     Commit, when every trainer rank has heard Loaded
+    Loaded(how)                       ->     all TP ranks have read every byte, and it fits
+                                      <-     Commit, when every trainer rank has got Loaded
     Published                         ->     all TP ranks serve the weights; the prefix cache is
                                              dropped
                                       <-     Abort(reason), at any time
     Failed(traceback), at any time    ->
 
-The engine publishes weights only after the Commit, by which the trainer confirms that on every rank
-its memory was unchanged until it was read, and only if they fit the model: each TP rank looks at
-the uses of the tensors before Loaded, and all judge them together after the Commit. An Abort, or
-the trainer's death, overtakes all earlier messages: a slow engine must not act on a sync that its
-trainer has given up.
+Loaded is the engine's acknowledged prepare: all its TP ranks have loaded the sync, and have judged
+together that it fits the model and passes its proof. After that only a process that dies keeps one
+replica from publishing what another publishes. The engine publishes weights only after the Commit,
+by which the trainer confirms that on every rank its memory was unchanged until it was read. An
+Abort, or the trainer's death, overtakes all earlier messages: a slow engine must not act on a sync
+that its trainer has given up.
 
-Hello names the arrangements by which buckets may come in this sync (see `layout`); any bucket may
-come whole. Loaded brings the arrangements that the trainer does not have yet.
+Hello names the load plan that the engine holds, and the arrangements by which buckets may come in
+this sync (see `layout`); any bucket may come whole. Loaded brings the arrangements that the trainer
+does not have yet.
+
+A descriptor with a `proof` opens a session that must leave the weights as they are, bit for bit
+(`session.proof`).
 
 An engine on other devices has a session with the trainer's first rank, over TCP, and gets the bytes
 in an update group (`broadcast.update_group`): by broadcast, or from all trainer ranks, each of
@@ -46,7 +51,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Sequence
-from typing import Annotated, TypeAlias, TypeVar
+from typing import Annotated, Literal, TypeAlias, TypeVar
 
 import msgspec
 
@@ -55,7 +60,7 @@ from sglang_loader.common.regions.arrangement import Size
 from sglang_loader.common.regions.compose import ByteMap
 from sglang_loader.common.shared_memory import CpuHandle, CudaHandle
 
-SESSION_VERSION = 16
+SESSION_VERSION = 17
 SESSION_FORMAT = "sglang_loader.session"
 """`load_format` of the request that opens a session: one descriptor for each TP rank."""
 
@@ -64,12 +69,22 @@ MAX_TIMEOUT_S = 86_400.0
 """Largest `timeout_s` of a descriptor: an engine that waits for a trainer serves no requests."""
 
 
+Proof = Literal["none", "route", "served"]
+"""What a session proves. "route": it brings the weights that the engine holds, by the way that is
+to be proven, and the engine refuses other bytes. "served": it brings a full export, which goes
+through `load_weights`, and the engine reports what it held with other bytes before.
+"""
+
 Words: TypeAlias = Annotated[int, msgspec.Meta(ge=0, multiple_of=8)]
 """A number of bytes that are whole words of an all-to-all."""
 
 
 class SessionError(RuntimeError):
     """The session failed: the peer violated the protocol, is gone, or is silent."""
+
+
+class PeerSilent(SessionError):
+    """The peer did not answer within the time limit."""
 
 
 class SessionDescriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -84,8 +99,7 @@ class SessionDescriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             loader.
         manifest_check: if the tensors do not fit the model or are not all of it, fail ("error") or
             reply with a remark ("warn"); "off": do not check.
-        recheck_every_n_syncs: check the load plan against the model's own loader in every n-th
-            sync; 0: only when it is made.
+        proof: what this session proves, see `Proof`.
         syncs_draft: with speculative decoding, load the draft model as well as its target.
         host: the trainer rank's, see `Loaded`.
         group: name of the update group in which buckets come, unless they are `read_only`; "": the
@@ -100,7 +114,7 @@ class SessionDescriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_TIMEOUT_S)]
     uses_plan: bool
     manifest_check: ManifestCheck
-    recheck_every_n_syncs: int
+    proof: Proof
     syncs_draft: bool
     host: str
     group: str = ""
@@ -118,10 +132,12 @@ class Hello(_Message, frozen=True, kw_only=True):
 
     Attributes:
         buffers: names of buffers that are still mapped from an earlier session.
+        plan: name of the load plan by which this sync may be loaded; "": there is none.
         arrangements: digest of the arrangements by which buckets may come; "": all must be whole.
     """
 
     buffers: list[str]
+    plan: str
     arrangements: str
 
 
@@ -210,7 +226,14 @@ class Finish(_Message, frozen=True, kw_only=True):
 
 
 class Commit(_Message, frozen=True, kw_only=True):
-    """Trainer: all engine ranks have read all buckets; publish the weights."""
+    """Trainer: all engine ranks have read all buckets; publish the weights.
+
+    Attributes:
+        is_last: False: another session of the same sync follows at once, and no request may run
+            before it has ended.
+    """
+
+    is_last: bool
 
 
 class Abort(_Message, frozen=True, kw_only=True):
@@ -243,16 +266,22 @@ class Loaded(_Message, frozen=True, kw_only=True):
         num_eager: buckets loaded by the model's own loader.
         reason: why not all were replayed, or None.
         may_read_in_place: a plan holds, so that later buckets may be the trainer's own memory.
+        differing: in a session with proof "served", the tensors that the engine held with other
+            bytes than the export has, on this rank.
+        num_alike: in a session with a proof, the storages that hold the same bytes as another.
         host: the same in processes that may be able to map each other's memory.
         arrangements: encoded, for later syncs; None if the trainer has them or wants none.
         seconds: how the engine rank spent the session: "waiting" for the trainer, "launching"
-            (Python code and eager loads), "copying" (waiting for the device).
+            (Python code and eager loads), "copying" (waiting for the device), "proving" (taking
+            digests, in a session with a proof).
     """
 
     num_replayed: int
     num_eager: int
     reason: str | None
     may_read_in_place: bool
+    differing: list[str]
+    num_alike: int
     host: str
     arrangements: bytes | None
     seconds: dict[str, float]
@@ -264,16 +293,21 @@ class Published(_Message, frozen=True, kw_only=True):
     """
 
 
+FailureKind = Literal["other", "cannot_map", "differs", "misfit"]
+
+
 class Failed(_Message, frozen=True, kw_only=True):
     """Engine: loading failed here, or on another TP rank.
 
     Attributes:
         traceback: with the TP rank.
-        cannot_map: this process cannot map the trainer's memory, and has read nothing.
+        failure: "cannot_map": this process cannot map the trainer's memory, and has read nothing.
+            "differs": the proof has failed. "misfit": the tensors do not fit the model, and would
+            not if they were sent again.
     """
 
     traceback: str
-    cannot_map: bool = False
+    failure: FailureKind = "other"
 
 
 Decoded = TypeVar("Decoded")

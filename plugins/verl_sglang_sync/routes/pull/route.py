@@ -24,10 +24,16 @@ from itertools import chain, starmap
 
 import torch
 
-from sglang_loader.common.copies.strided import synchronize
+from sglang_loader.common.copies.strided import synchronize_device
 from sglang_loader.common.session.messages import Loaded
 from sglang_loader.common.shared_memory import BufferHandle, host_id
-from verl_sglang_sync.collective import common_reason, holds_everywhere, own_rank, result_or_reason
+from verl_sglang_sync.collective import (
+    Reason,
+    common_reason,
+    holds_everywhere,
+    own_rank,
+    result_or_reason,
+)
 from verl_sglang_sync.engine.engine_ranks import EngineRank
 from verl_sglang_sync.engine.session import BlockNotMapped, EngineCannotMap
 from verl_sglang_sync.report import SyncReport, warn_once
@@ -46,6 +52,7 @@ from verl_sglang_sync.routes.route import (
     Recovery,
     Route,
     RouteContext,
+    RouteState,
     SyncSource,
 )
 from verl_sglang_sync.sources.export import NamedTensor
@@ -74,18 +81,20 @@ class Pull(Route):
         self._own_readers = range(0)  # which of them are this rank's
         self._located: Located | None = None  # None: not all of it is mapped by the engines
         self._blocks_read: frozenset[str] = frozenset()  # by the last pulled sync
-        self._unshareable: str | None = None  # why no handle of some memory could be made
         self._any_can_read = True  # some engine rank of the last exported sync could, in place
 
     def _source(self, weights: Iterable[NamedTensor], report: SyncReport) -> SyncSource | None:
-        reason = None
         if not self._is_colocated and not holds_everywhere(self._group, not self._have_changed()):
-            reason = "other engines take part"
-        elif empties_storages(weights) or self._located is None:
-            reason = self._locate(weights, shares=True)
-        if reason is not None:
-            warn_once(f"in a sync {self.not_taken}: {reason}")
+            warn_once("weight sync: full export for this sync, as the set of engines changed")
             return None
+        if empties_storages(weights) or self._located is None:
+            reason = self._locate(weights, shares=True)
+            if reason is not None and (reason.is_final or self.state is RouteState.LEARNT):
+                self.refuse(reason)
+            elif reason is not None:
+                warn_once(f"weight sync: full export for this sync: {reason}")
+            if reason is not None:
+                return None
         assert self._located is not None, "no reason, so it was located"
         # The trainer cannot free what an engine has mapped, and must where it offloads parameters:
         # the engines keep blocks mapped only if the sync before read the same ones.
@@ -104,14 +113,17 @@ class Pull(Route):
     def learn(self, sync: ExportedSync) -> bool:
         self.forget()
         reasons = self.why_not_in_place(sync.loaded)
-        for reason in filter(None, dict.fromkeys(reasons)):
+        found = [reason for reason in dict.fromkeys(reasons) if reason is not None]
+        for reason in found:
             num = f"{reasons.count(reason)} of {len(reasons)} engine ranks"
             warn_once(f"{num} cannot read the trainer's parameters in place: {reason}")
-        return not any(reasons) and self.prove(sync)
+        self.reason = "; ".join(found) or None
+        return not found and self.prepare(sync)
 
     def why_not_in_place(self, loaded: Sequence[Loaded]) -> list[str | None]:
         """By engine rank of all trainer ranks: why its replica cannot read in place; collective."""
         readers, reasons = self._readers(), dict[int, str]()
+        assert len(readers) == len(loaded), "an outcome of each of this rank's engine ranks"
         for reader, outcome in zip(readers, loaded, strict=True):
             if outcome.host != host_id():
                 reasons[reader.replica] = "an engine is on another node"
@@ -124,8 +136,8 @@ class Pull(Route):
         self._any_can_read = None in found
         return found
 
-    def prove(self, sync: ExportedSync) -> bool:
-        """Prove the route after `forget`, for engine ranks that can all read in place."""
+    def prepare(self, sync: ExportedSync) -> bool:
+        """Prepare the route after `forget`, for engine ranks that can all read in place."""
         weights = sync.weights
         nums = self._group.all_gather(len(sync.loaded))
         first = sum(nums[: own_rank()])
@@ -135,22 +147,28 @@ class Pull(Route):
         return self._conclude(reason or self._locate(weights, shares=False))
 
     def recover(self, cause: Exception | None, weights: Iterable[NamedTensor]) -> Recovery:
-        is_recoverable = isinstance(cause, EngineCannotMap | SourcesChanged | BlockNotMapped)
-        cannot_map = str(cause) if isinstance(cause, EngineCannotMap) else None
-        self.forget()
-        if not holds_everywhere(self._group, cause is None or is_recoverable):
-            return Recovery.RAISE
+        cannot_map = None
+        if isinstance(cause, EngineCannotMap):
+            cannot_map = Reason(str(cause), is_final=True)
         if (agreed := common_reason(self._group, cannot_map)) is not None:
-            self._conclude(agreed)
+            self.refuse(agreed)
             return Recovery.EXPORT
-        if not self._is_colocated:  # other sessions: see `RemoteEngines.abandon`
-            return Recovery.EXPORT
-        self.is_proven = self._locate(weights, shares=False) is None
-        return Recovery.AGAIN if self.is_proven else Recovery.EXPORT
+        has_moved = cause is None or isinstance(cause, SourcesChanged | BlockNotMapped)
+        # In disaggregated mode the sessions are others: see `RemoteEngines.abandon`.
+        if self._is_colocated and holds_everywhere(self._group, has_moved):
+            state = self.state
+            self.forget()
+            if self._locate(weights, shares=False) is None:
+                self.state = state
+                return Recovery.AGAIN
+        return super().recover(cause, weights)
 
     def forget(self) -> None:
         """The next sync is exported, and no block counts as mapped: engines may have let go."""
         super().forget()
+        self._located = None
+
+    def note_unmapped(self) -> None:
         self._located = None
 
     def _note_read(self, located: Located, keep_mapped: bool) -> None:
@@ -166,7 +184,7 @@ class Pull(Route):
             raise SourcesChanged("the export is cut into other buckets")
         located.snapshot.require_unchanged(sources)
 
-    def _difference(self, sync: ExportedSync) -> str | None:
+    def _difference(self, sync: ExportedSync) -> Reason | None:
         """How the full export and this rank's shards differ; collective. Another export is made if
         that of the sync was not compared, or what was traced for that does not hold any more.
         """
@@ -176,7 +194,7 @@ class Pull(Route):
             comparison = self._source_map.begin_comparison(sync.weights)
             new_export = sync.weights if comparison.traced is not None else ()
 
-        def finish() -> str | None:
+        def finish() -> Reason | None:
             for pair in new_export:
                 comparison.add([pair])
             return comparison.finish()
@@ -184,7 +202,7 @@ class Pull(Route):
         problem, failed = result_or_reason(finish)
         return problem or failed
 
-    def _plan_reads(self) -> str | None:
+    def _plan_reads(self) -> Reason | None:
         """Find the buckets' bytes in the shards, unless the plan holds; why some are not there."""
         traced, buckets, plan = self._source_map.traced, self._stream.buckets, self._plan
         if plan is not None and plan.traced is traced and plan.buckets == buckets:
@@ -195,7 +213,7 @@ class Pull(Route):
         self._plan = None if reads is None else PullPlan(traced, buckets, reads)
         return reason
 
-    def _locate(self, weights: Iterable[NamedTensor], *, shares: bool) -> str | None:
+    def _locate(self, weights: Iterable[NamedTensor], *, shares: bool) -> Reason | None:
         """Find all ranks' parameters where they are now; collective; returns why engines cannot
         read.
 
@@ -205,14 +223,19 @@ class Pull(Route):
         """
         self._located = None
         found, reason = result_or_reason(
-            lambda: self._own_memory(weights, shares), NotTraceable, SourcesChanged
+            lambda: self._own_memory(weights, shares), NotTraceable, passing=(SourcesChanged,)
         )
         tables = self._group.all_gather(None if found is None else found[1])
         agreed = common_reason(self._group, reason)
-        if agreed is None and shares:
-            assert self._plan is not None and found is not None
-            readers, first = self._own_readers, self._first_reader
-            self._located = Located.of(self._plan, found[0], tables, readers, first)
+        if agreed is not None or not shares:
+            return agreed
+        assert self._plan is not None and found is not None
+        plan, snapshot, readers, first = self._plan, found[0], self._own_readers, self._first_reader
+        self._located, reason = result_or_reason(
+            lambda: Located.of(plan, snapshot, tables, readers, first)
+        )
+        agreed = common_reason(self._group, reason)
+        self._located = None if agreed is not None else self._located
         return agreed
 
     def _own_memory(
@@ -232,13 +255,10 @@ class Pull(Route):
     ) -> tuple[str, tuple[BufferHandle, ...]]:
         """A block's name, and a handle for each engine rank, or none if none are wanted."""
         name, num = self._block_names.name_of(block, member), self._num_readers if shares else 0
-        handles: tuple[BufferHandle, ...] | None = None
-        if self._unshareable is None:
-            handles, self._unshareable = result_or_reason(
-                lambda: tuple(share_block(block, member) for _ in range(num))
-            )
-        if handles is None:  # also when the route is to be proven again
-            raise NotTraceable(self._unshareable)
+        try:
+            handles = tuple(share_block(block, member) for _ in range(num))
+        except ValueError as error:  # memory of a kind that has no handles
+            raise NotTraceable(str(error)) from error
         for handle in handles:
             self._record(handle)
         return name, handles
@@ -248,6 +268,7 @@ class Pull(Route):
 class PulledBuckets(SyncSource, Delivery):
     """Buckets that lie in the trainer ranks' parameters, which engines may keep mapped."""
 
+    is_collective = False
     asks_for_arrangements = False
 
     _route: Pull
@@ -262,7 +283,7 @@ class PulledBuckets(SyncSource, Delivery):
         The parameters are held until the sync ends: one that is replaced meanwhile is not freed
         while engines read it.
         """
-        synchronize(self._route._device)
+        synchronize_device(self._route._device)  # an optimizer may work on a stream of its own
         with self._report.stage("confirm"):
             self._sources = require_sources(self._weights)()
 

@@ -1,8 +1,8 @@
-"""Base of the routes "exchange" and "send": a plan of what each rank sends, made and proven once.
+"""Base of the routes "exchange" and "send": a plan of what each rank sends, made once.
 
 The export is traced, so that every rank knows which shard holds each byte that an engine rank
-reads; each bucket then takes an all-to-all, or several, instead of the full export. Each rank
-compares with the full export, bit for bit, before any bucket is sent so.
+reads; each bucket then takes an all-to-all, or several, instead of the full export. The proof of
+the route (`session.proof` of the engine) shows that engines get the same bytes so.
 
 Who reads, and in which group, differs: each rank's own engine ("exchange"), or engine ranks that
 are ranks of the group themselves ("send").
@@ -10,9 +10,9 @@ are ranks of the group themselves ("send").
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from itertools import chain
 
 import msgspec
@@ -20,10 +20,16 @@ import torch
 
 from sglang_loader.common.regions.arrangement import Arrangement
 from sglang_loader.common.session.messages import encode_pieces
-from verl_sglang_sync.collective import common_reason, holds_everywhere, own_rank, result_or_reason
+from verl_sglang_sync.collective import (
+    Reason,
+    common_reason,
+    holds_everywhere,
+    own_rank,
+    result_or_reason,
+)
 from verl_sglang_sync.engine.arrangements import RankArrangements
 from verl_sglang_sync.report import SyncReport, warn_once
-from verl_sglang_sync.routes.route import ExportedSync, Route, RouteContext, SyncSource
+from verl_sglang_sync.routes.route import ExportedSync, Route, RouteContext, RouteState, SyncSource
 from verl_sglang_sync.routes.shards.all_to_all import AllToAll
 from verl_sglang_sync.routes.shards.exchange_plan import (
     Received,
@@ -34,8 +40,8 @@ from verl_sglang_sync.routes.shards.exchange_plan import (
     received,
     total_nbytes,
 )
-from verl_sglang_sync.sources.bucket_stream import Batch, Bucket
-from verl_sglang_sync.sources.export import Export, NamedTensor
+from verl_sglang_sync.sources.bucket_stream import Bucket
+from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport
 from verl_sglang_sync.sources.snapshot import SourcesChanged, locals_of
 from verl_sglang_sync.sources.transfer_plan import Origin, whole_bucket
@@ -88,25 +94,13 @@ class ShardPlan:
 
 class ShardBuckets(SyncSource):
     """The buckets of one sync by a plan whose all-to-all has begun, for engines that hold the
-    arrangements of the plan; also of a full export that is compared with them.
+    arrangements of the plan.
     """
 
     def __init__(self, plan: ShardPlan, report: SyncReport) -> None:
         self.required_arrangements = [each.digest for each in plan.arrangements]
         self.plan = plan
         self.report = report
-
-    def difference(self, index: int, exported: Sequence[torch.Tensor] | None) -> str | None:
-        """Compare a bucket with the full export: the first difference on this rank, or None. If the
-        tensors have not come it gets None, as the other ranks may wait for this one's shards.
-        """
-        raise NotImplementedError
-
-    def _differing(self, index: int, arrangement: Arrangement, byte: int) -> str:
-        """`difference` in the tensor that has this byte of a bucket's arranged buffer."""
-        read = next(r for r in arrangement if r.start <= byte < r.start + r.nbytes)
-        name = self.plan.buckets[index].layout.tensors[read.tensor].name
-        return f"{name} differs from the full export"
 
 
 class ShardRoute(Route):
@@ -134,7 +128,6 @@ class ShardRoute(Route):
     def learn(self, sync: ExportedSync) -> bool:
         own = [reader.matching(self._stream.buckets) for reader in self._readers()]
         # Wait for every engine's load plan, with which the engine offers its arrangements, if any.
-        # A recheck does not wait: it is due on all ranks, though engines may have loaded eagerly.
         is_final = all(
             each.digest or outcome.may_read_in_place or not outcome.num_eager
             for each, outcome in zip(own, sync.loaded, strict=True)
@@ -143,9 +136,7 @@ class ShardRoute(Route):
             return False
         is_planned = self._plan is not None and self._plan.arrangements == own
         everywhere = holds_everywhere(self._group, is_planned)
-        reason = None if everywhere else self._make_plan(sync.weights, own)
-        if reason is not None or self._begin(sync.weights):
-            self._conclude(reason or self._prove(sync.weights))
+        self._conclude(None if everywhere else self._make_plan(sync.weights, own))
         return False  # exported buckets need staging
 
     def forget(self) -> None:
@@ -159,7 +150,7 @@ class ShardRoute(Route):
 
     def _make_plan(
         self, weights: Iterable[NamedTensor], own: Sequence[RankArrangements]
-    ) -> str | None:
+    ) -> Reason | None:
         """Plan which shards' bytes engine ranks are sent; collective; returns why that failed."""
         self.forget()
         if (reason := self._source_map.trace(weights)) is not None:
@@ -241,35 +232,11 @@ class ShardRoute(Route):
             plan.all_to_all.begin(locals_of(shards))
             self._reserve(plan)
 
-        _, reason = result_or_reason(begin, SourcesChanged)
+        _, reason = result_or_reason(begin, passing=(SourcesChanged,))
         agreed = common_reason(self._group, reason)
-        if agreed is not None:
+        if agreed is not None and self.state is RouteState.LEARNT:
+            self.refuse(agreed)
+        elif agreed is not None:
             self.forget()
-            warn_once(f"in a sync {self.not_taken}: {agreed}")
+            warn_once(f"weight sync: full export for this sync: {agreed}")
         return agreed is None
-
-    def _prove(self, weights: Iterable[NamedTensor]) -> str | None:
-        """Compare with the full export; collective; returns why shards may not be sent."""
-        assert self._plan is not None
-        report = SyncReport(mode="compiled", replica=None)  # of no sync
-        batches = self._stream.batches(Export(weights), report)
-        problem = _first_problem(self._source_of(self._plan, report), batches)
-        self._plan.all_to_all.end()
-        return common_reason(self._group, problem)
-
-
-def _first_problem(source: ShardBuckets, batches: Iterator[Batch]) -> str | None:
-    """Compare every bucket with the full export, which is gone through to its end, as the other
-    ranks need it; collective. Returns what differs first on this rank, or what went wrong, or None.
-    """
-    problem: str | None = None
-    for index, bucket in enumerate(source.plan.buckets):
-        batch, reason = result_or_reason(lambda: next(batches, None))
-        if batch is None or batch.bucket.digest != bucket.digest:
-            batch, reason = None, reason or f"bucket {index} of the export has other tensors now"
-        tensors = None if batch is None else batch.tensors
-        del batch
-        differs, failed = result_or_reason(partial(source.difference, index, tensors))
-        problem = problem or reason or differs or failed
-    more, reason = result_or_reason(lambda: len(list(batches)))
-    return problem or reason or ("the export has more buckets than it had" if more else None)

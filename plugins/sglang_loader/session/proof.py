@@ -1,0 +1,101 @@
+"""Proof that a sync brings what the engine holds already, bit for bit.
+
+Two syncs of the same weights must leave the same bytes. After an exported sync the trainer sends
+its weights once more by the way that it wants to use from then on. Each engine rank then does this:
+
+    1. `HeldWeights.of(loaders)` takes a digest of every storage that the models reach;
+    2. `poison` fills every byte that the load plans write with a pattern;
+    3. the whole sync runs, over the same memory, sockets and process groups as later ones;
+    4. `differing` takes the digests again, and names the tensors of storages that changed.
+
+A byte that comes from a wrong place, or does not come, leaves other bytes or the pattern. What a
+proof cannot see is a swap of tensors that hold the same bytes now, such as norms that are all ones.
+`num_alike` counts those, and the trainer repeats the proof when they may have parted. Digests are
+taken on the device, and read each storage once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sglang_loader.common.digest import digests
+from sglang_loader.load_plan.destinations import (
+    Destinations,
+    collect_destinations,
+    first_difference,
+)
+from sglang_loader.load_plan.verify import POISON
+from sglang_loader.session.model_loader import ModelLoader
+
+
+class Differs(RuntimeError):
+    """A proof has failed: the sync has left other bytes than the engine held; names the tensors."""
+
+
+@dataclass(frozen=True)
+class HeldWeights:
+    """What the models of one engine rank held when a sync began.
+
+    Attributes:
+        loaders: of the models.
+        destinations: by model, every storage that it reaches.
+        held: by model, the digests of these storages: int64 `[num_storages, 2]` on the host.
+    """
+
+    loaders: Sequence[ModelLoader]
+    destinations: Sequence[Destinations]
+    held: Sequence[torch.Tensor]
+
+    @classmethod
+    def of(cls, loaders: Sequence[ModelLoader]) -> HeldWeights:
+        """Take the digests of what the models hold now."""
+        found = [collect_destinations(loader.model) for loader in loaders]
+        return cls(loaders, found, [_digests(each) for each in found])
+
+    def poison(self) -> None:
+        """Fill every byte that a sync by the load plans overwrites without reading it first.
+
+        Raises:
+            Differs: a model has no load plan, so that no way by it can be proven.
+        """
+        for loader in self.loaders:
+            if (plan := loader.plan) is None:
+                raise Differs("the engine dropped its load plan before the proof")
+            storages = zip(plan.destinations.storages, plan.destinations.memory, strict=True)
+            for storage, memory in storages:
+                for start, stop in plan.coverage.get(storage.name, ()):
+                    memory[start:stop].fill_(POISON)
+
+    @property
+    def num_alike(self) -> int:
+        """Number of storages that a load plan writes and that held the same bytes as another."""
+        seen: Counter[tuple[int, ...]] = Counter()
+        for loader, before, held in zip(self.loaders, self.destinations, self.held, strict=True):
+            written = loader.plan.coverage if loader.plan is not None else {}
+            pairs = zip(before.storages, held.tolist(), strict=True)
+            seen.update((s.nbytes, *digest) for s, digest in pairs if s.name in written)
+        return sum(count for count in seen.values() if count > 1)
+
+    def differing(self) -> list[str]:
+        """The names of tensors whose storages hold other bytes now, or that have moved."""
+        names: list[str] = []
+        for loader, before, held in zip(self.loaders, self.destinations, self.held, strict=True):
+            moved = first_difference(before, collect_destinations(loader.model))
+            if moved is not None:
+                names.append(moved)
+            changed = (_digests(before) != held).any(dim=1).nonzero().flatten().tolist()
+            names += [name for storage in changed for name in before.names_of(storage)]
+        return names
+
+
+def _digests(destinations: Destinations) -> torch.Tensor:
+    """The digests of all storages, taken on their devices."""
+    found = torch.empty(len(destinations.storages), 2, dtype=torch.int64)
+    for device in dict.fromkeys(storage.device for storage in destinations.storages):
+        here = [i for i, each in enumerate(destinations.storages) if each.device == device]
+        found[here] = digests([destinations.memory[i] for i in here]).cpu()
+    return found
