@@ -82,6 +82,11 @@ class MappedMemory:
             self._sources.clear()
         self._mapped, self._kept, self._slots = kept, set(), {}
 
+    def release_all(self) -> None:
+        """Unmap every buffer, also those that the trainer asked to keep."""
+        self._kept.clear()
+        self.release()
+
 
 class SourceCache:
     """Bucket sources of earlier syncs, by index: a bucket may have thousands of pieces, and plans

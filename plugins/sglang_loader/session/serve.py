@@ -183,6 +183,10 @@ class Session:
             text = f"TP rank {tp_rank()}: {traceback.format_exc()}"
             with suppress(SessionError), self._channel:  # the trainer may be what is gone
                 self._channel.send(wire.Failed, traceback=text, failure=kind_of(error))
+            self._release_buffers()
+            # After a failed sync the trainer sends every handle anew. If the trainer is dead, its
+            # memory is freed only when no process maps it.
+            self._mapped.release_all()
             raise
 
     def conclude(self, failures: Sequence[str], kind: wire.FailureKind = "other") -> None:
