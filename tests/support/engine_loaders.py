@@ -20,6 +20,7 @@ HASH_LOADER = "support.engine_loaders.write_hashes"
 STOP_LOADER = "support.engine_loaders.stop_in_next_load"
 COUNT_LOADER = "support.engine_loaders.count_loads"
 HOST_LOADER = "support.engine_loaders.live_on"
+PAUSE_LOADER = "support.engine_loaders.pause_before_bucket"
 
 NamedTensors = list[tuple[str, torch.Tensor]]
 
@@ -95,3 +96,25 @@ def _counted(serve: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return counting
+
+
+def pause_before_bucket(_: Any, named_tensors: NamedTensors) -> None:
+    """Pause the next session, once, before this rank loads the bucket of an index.
+
+    The pause begins with the file `<folder>/paused<rank>` and ends with `<folder>/go`. The order
+    is JSON with `folder` and `index`.
+    """
+    from sglang_loader.session.model_loader import ModelLoader
+
+    order, original = json.loads(named_tensors[0][0]), ModelLoader.load
+    folder, rank = Path(order["folder"]), torch.distributed.get_rank()
+
+    def load(self: Any, index: int, *arguments: Any, **options: Any) -> bool:
+        if index == order["index"]:
+            ModelLoader.load = original
+            (folder / f"paused{rank}").touch()
+            while not (folder / "go").exists():
+                time.sleep(0.01)
+        return original(self, index, *arguments, **options)
+
+    ModelLoader.load = load

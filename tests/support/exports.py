@@ -54,7 +54,7 @@ class KeptExport:
     """Full tensors that the trainer keeps and exports as they are."""
 
     def __init__(self, weights: NamedTensors) -> None:
-        self.state = {name: _mappable(tensor.clone()) for name, tensor in weights}
+        self.state = {name: mappable(tensor.clone()) for name, tensor in weights}
 
     def reexport(self) -> Any:
         from verl_sglang_sync.sources.export import Reexport
@@ -67,7 +67,7 @@ class KeptExport:
 
     def move(self, name: str) -> None:
         """Put one tensor elsewhere; what is where it was is wrong from now on."""
-        old, self.state[name] = self.state[name], _mappable(self.state[name].clone())
+        old, self.state[name] = self.state[name], mappable(self.state[name].clone())
         old.fill_(7)
 
     def _export(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -92,7 +92,7 @@ class ShardedExport(KeptExport):
         for name, tensor in weights:
             shard = self.state[name] = distribute_tensor(tensor, self._mesh, [Shard(0)])
             if is_mappable:
-                _mappable(shard.to_local())
+                mappable(shard.to_local())
 
     def write(self, weights: NamedTensors) -> None:
         for name, tensor in weights:
@@ -103,14 +103,14 @@ class ShardedExport(KeptExport):
     def move(self, name: str) -> None:
         """Put one shard elsewhere; what is where it was is wrong from now on."""
         old, self.state[name] = self.state[name], self.state[name].clone()
-        _mappable(self.state[name].to_local())
+        mappable(self.state[name].to_local())
         old.fill_(7)
 
     def _export(self) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, shard.full_tensor()) for name, shard in self.state.items())
 
 
-def _mappable(tensor: torch.Tensor) -> torch.Tensor:
+def mappable(tensor: torch.Tensor) -> torch.Tensor:
     """Have other processes able to map its memory."""
     if tensor.device.type == "cpu":
         share_on_host(tensor)

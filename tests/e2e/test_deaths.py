@@ -1,0 +1,25 @@
+"""What dies, or is freed, in the middle of a sync that reads mapped memory. `tests/gpu` has the
+same checks of memory on a GPU.
+"""
+
+import pytest
+
+from support.deaths import check_engine_dies, check_reuse, check_trainer_dies
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+
+@pytest.mark.parametrize("moment", ["first read", "paused"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_trainer_dies_while_engines_read_its_memory(tp, moment, tmp_path):
+    check_trainer_dies(tmp_path, device="cpu", tp=tp, moment=moment)
+
+
+@pytest.mark.parametrize(("in_place", "num"), [(False, 10), (True, 2)])
+def test_engines_die_while_they_map_trainer_memory(in_place, num, tmp_path):
+    check_engine_dies(tmp_path, device="cpu", in_place=in_place, num=num)
+
+
+@pytest.mark.parametrize("how", ["elsewhere", "same address", "not confirmed"])
+def test_memory_reused_while_read_is_never_published(how, tmp_path):
+    check_reuse(tmp_path, device="cpu", how=how)
