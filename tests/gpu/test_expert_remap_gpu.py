@@ -16,6 +16,7 @@ from support.trainer import ON_GPUS, report_of_cycle
 NUM_ITERATIONS = 20
 EXTRA = (
     *("--ep-size", "2", "--enable-eplb", "--ep-num-redundant-experts", "2"),
+    # Without graphs each token is one iteration that the recorder counts.
     *("--eplb-rebalance-num-iterations", str(NUM_ITERATIONS), "--disable-cuda-graph"),
     *("--expert-distribution-recorder-buffer-size", str(NUM_ITERATIONS)),
     *("--moe-runner-backend", "triton", "--log-level", "info"),

@@ -15,7 +15,7 @@ from support.served import served
 from support.served_models import case_of, make_model, model_override, quantizer
 from support.trainer import ON_GPUS, report_of_cycle
 
-EXTRA = ("--quantization", "fp8", "--load-format", "dummy", "--disable-cuda-graph")
+EXTRA = ("--quantization", "fp8", "--load-format", "dummy")
 SEEDS = (1, 2, 3, 4)
 WAYS = (
     ("flattened", {}),
