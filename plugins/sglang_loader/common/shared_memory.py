@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import mmap
 from collections import defaultdict
+from collections.abc import Iterable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -35,6 +37,8 @@ class CpuHandle(msgspec.Struct, frozen=True, kw_only=True, tag="cpu", forbid_unk
 SHARED_MEMORY = Path("/dev/shm")
 HEADER_NBYTES = 64
 """Torch's own counter in front of the bytes of a shared-memory file."""
+COUNTER_NBYTES = 8
+"""Size of one reference counter in the file `CudaHandle.counter_file`."""
 
 
 class CudaHandle(msgspec.Struct, frozen=True, kw_only=True, tag="cuda", forbid_unknown_fields=True):
@@ -114,6 +118,21 @@ def share_storage(storage: torch.UntypedStorage) -> BufferHandle:
         event=event,
         event_sync_required=sync,
     )
+
+
+def drop_references(handles: Iterable[BufferHandle]) -> None:
+    """Drop the references of handles whose receiver is dead, or will never map them.
+
+    torch frees the memory of a GPU when the receiver of each handle has counted down. A receiver
+    that was killed never does. A receiver that counts down after this call wraps its counter, and
+    the memory is never freed: call this only if no receiver is left.
+    """
+    for handle in handles:
+        if isinstance(handle, CudaHandle):
+            file = SHARED_MEMORY / Path(handle.counter_file).name
+            with suppress(FileNotFoundError), file.open("r+b") as counters:
+                counters.seek(HEADER_NBYTES + COUNTER_NBYTES * handle.counter_offset)
+                counters.write(bytes(COUNTER_NBYTES))
 
 
 def map_buffer(handle: BufferHandle, device: torch.device) -> torch.Tensor:

@@ -146,10 +146,8 @@ class Session:
         """
         self._channel.begin(self._descriptor.token, timeout_s=self._limit_s)
         with self._reporting_failure():
-            try:
-                self._load_all()
-            finally:
-                self._release_buffers()
+            self._load_all()
+            self._release_buffers()
 
     def confirm(self) -> bool:
         """Report that all TP ranks have loaded, and wait for the trainer's Commit.
@@ -181,16 +179,21 @@ class Session:
             yield
         except Exception as error:
             text = f"TP rank {tp_rank()}: {traceback.format_exc()}"
-            with suppress(SessionError), self._channel:  # the trainer may be what is gone
-                self._channel.send(wire.Failed, traceback=text, failure=kind_of(error))
-            self._release_buffers()
             # After a failed sync the trainer sends every handle anew. If the trainer is dead, its
             # memory is freed only when no process maps it.
-            self._mapped.release_all()
+            try:
+                self._release_buffers()
+                self._mapped.release_all()
+            finally:  # the device itself may be what failed
+                # A trainer that sees a failed session closed counts its handles as dropped.
+                with suppress(SessionError), self._channel:  # the trainer may be what is gone
+                    self._channel.send(wire.Failed, traceback=text, failure=kind_of(error))
             raise
 
     def conclude(self, failures: Sequence[str], kind: wire.FailureKind = "other") -> None:
         """Report the outcome on all TP ranks to the trainer: what went wrong, or nothing."""
+        if failures:
+            self._mapped.release_all()
         with suppress(SessionError), self._channel:  # the reply to the request says it, too
             if failures:
                 self._channel.send(wire.Failed, traceback="\n".join(failures), failure=kind)

@@ -14,7 +14,7 @@ with TrainerSession(sockets, settings, names) as session:
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -29,7 +29,7 @@ from sglang_loader.common.session.messages import (
     SessionDescriptor,
     SessionError,
 )
-from sglang_loader.common.shared_memory import BufferHandle, host_id
+from sglang_loader.common.shared_memory import BufferHandle, drop_references, host_id
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.sources.bucket_stream import Bucket
 from verl_sglang_sync.sources.memory_blocks import Block, BlockNames, share_block
@@ -80,11 +80,36 @@ class SessionSockets:
         return self._folder
 
 
+class SentHandles:
+    """The handles that one engine rank was given and may still hold, from session to session.
+
+    torch keeps memory of a GPU until the receiver of each handle has dropped it. An engine that
+    was killed never does, and an engine that fails early never maps what was sent to it.
+    """
+
+    def __init__(self) -> None:
+        self._by_block: dict[str, list[BufferHandle]] = {}
+
+    def add(self, block: str, handle: BufferHandle) -> None:
+        self._by_block.setdefault(block, []).append(handle)
+
+    def keep_only(self, blocks: Collection[str]) -> None:
+        """Note that the engine has dropped all handles but the last one of each of these blocks."""
+        held = self._by_block.items()
+        self._by_block = {block: handles[-1:] for block, handles in held if block in blocks}
+
+    def drop_all_but(self, blocks: Collection[str]) -> None:
+        """Drop the references of all handles but those of the blocks that the engine maps."""
+        for block in self._by_block.keys() - set(blocks):
+            drop_references(self._by_block.pop(block))
+
+
 class TrainerSession:
     """Speaks the trainer's part of the protocol. A context manager.
 
     Args:
         names: names of this process's memory blocks, the same for all its sessions.
+        sent: handles that the engine rank was given, the same for all sessions with it.
         proof: what the session proves.
         group: name of the update group in which buckets are sent; "": the engine maps them.
         senders: name of the update group of all trainer ranks; "" if there is none.
@@ -104,6 +129,7 @@ class TrainerSession:
         sockets: SessionSockets,
         settings: WeightSyncConfig,
         names: BlockNames,
+        sent: SentHandles | None = None,
         *,
         proof: wire.Proof = "none",
         group: str = "",
@@ -131,7 +157,10 @@ class TrainerSession:
             wire.signed(descriptor, secret) if group else descriptor
         )
         self._watch: Callable[[], None] | None = None
+        self._has_committed = False
         self._names = names
+        self._sent = sent or SentHandles()
+        self._kept: set[str] = set()
         self._mapped: set[str] = set()
         self._slots: dict[str, int] = {}
         self._unsent: list[wire.SharedBuffer] = []
@@ -151,6 +180,7 @@ class TrainerSession:
         hello = self._receive(wire.Hello)
         self._mapped = set(hello.buffers)
         self.plan, self.arrangements = hello.plan, hello.arrangements
+        self._sent.drop_all_but(self._mapped)  # left by an engine that died, or a failed session
         self._send(wire.Welcome)
         return True
 
@@ -193,6 +223,10 @@ class TrainerSession:
 
     def _announce(self, name: str, handle: BufferHandle | None, *, keep: bool) -> None:
         """Give a buffer the next slot, and send it with the next bucket."""
+        if handle is not None:
+            self._sent.add(name, handle)
+        if keep:
+            self._kept.add(name)
         slot = self._slots[name] = len(self._slots)
         self._unsent.append(wire.SharedBuffer(slot=slot, name=name, handle=handle, keep=keep))
 
@@ -252,7 +286,7 @@ class TrainerSession:
             watch: replaces that of `greet`: from now on a good reply may come at any time.
             is_last: False: no request may run until the sync's next session has ended.
         """
-        self._watch = watch
+        self._watch, self._has_committed = watch, True
         self._send(wire.Commit, is_last=is_last)
 
     def wait_until_published(self) -> None:
@@ -294,7 +328,13 @@ class TrainerSession:
     def __enter__(self) -> TrainerSession:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: object, *_: object) -> None:
+        if error is None:
+            self._sent.keep_only(self._kept)
+        elif self._channel.is_peer_gone and not self._has_committed:
+            # The engine is dead, or has unmapped everything. After a commit it may hold what it
+            # was to keep: the Hello of its next session says so.
+            self._sent.drop_all_but(())
         self._channel.close()
 
 

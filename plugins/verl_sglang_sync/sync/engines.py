@@ -23,7 +23,7 @@ from verl_sglang_sync.collective import TrainerGroup, world_size
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.arrangements import EngineArrangements
 from verl_sglang_sync.engine.engine_ranks import Engine, EngineRank, OpeningRequest
-from verl_sglang_sync.engine.session import SessionSockets, TrainerSession
+from verl_sglang_sync.engine.session import SentHandles, SessionSockets, TrainerSession
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroup, UpdateGroups
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.broadcast import BroadcastDelivery
@@ -61,7 +61,7 @@ class ColocatedEngine:
     def __post_init__(self) -> None:
         self.sockets = SessionSockets()
         self.readers = (EngineArrangements(is_wanted=self._settings.exchange_shards),)
-        self._names = BlockNames()
+        self._names, self._sent = BlockNames(), SentHandles()
 
     def open(
         self, stack: ExitStack, ranks: RanksInStep, task: SyncTask, proof: Proof = "none"
@@ -70,7 +70,7 @@ class ColocatedEngine:
         settings, request = self._settings, OpeningRequest(self._engine, task.version)
         session = ranks.run_if_ok(
             lambda: stack.enter_context(
-                TrainerSession(self.sockets, settings, self._names, proof=proof)
+                TrainerSession(self.sockets, settings, self._names, self._sent, proof=proof)
             )
         )
         gathered = self._group.gather(b"" if session is None else session.descriptor)
@@ -107,6 +107,7 @@ class RemoteEngines:
         self.readers: Sequence[EngineArrangements] = ()
         self._sending: UpdateGroup | None = None  # of the last sync in which all ranks might send
         self._readers_group = ""  # name of the group of these engine ranks
+        self._sent: dict[EngineArrangements, SentHandles] = {}
 
     def open(
         self, stack: ExitStack, ranks: RanksInStep, task: SyncTask, proof: Proof = "none"
@@ -143,6 +144,7 @@ class RemoteEngines:
             groups.abandoned += self._senders.abandoned
             self._senders.abandoned = []
             is_wanted, self._readers_group = self._settings.exchange_shards, group.name
+            self._sent = {}
             self.readers = [
                 EngineArrangements(is_wanted=is_wanted, replica=number)
                 for number, replica in enumerate(replicas)
@@ -183,6 +185,7 @@ class RemoteEngines:
                     sockets,
                     self._settings,
                     BlockNames(),
+                    self._sent.setdefault(arrangements, SentHandles()),
                     proof=proof,
                     group=group.name,
                     senders="" if arrangements.reads_in_place else senders,

@@ -86,6 +86,12 @@ class Channel(Generic[Received]):
         self._token, self._timeout_s = token, timeout_s
 
     @property
+    def is_peer_gone(self) -> bool:
+        """True if the peer has closed its end, or is dead."""
+        self._look_at_peer()
+        return self._is_peer_gone
+
+    @property
     def bound_to(self) -> str:
         """The address that the socket was bound to."""
         return self._socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()  # type: ignore[union-attr]

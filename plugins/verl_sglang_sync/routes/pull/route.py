@@ -26,7 +26,7 @@ import torch
 
 from sglang_loader.common.copies.strided import synchronize_device
 from sglang_loader.common.session.messages import Loaded
-from sglang_loader.common.shared_memory import BufferHandle, host_id
+from sglang_loader.common.shared_memory import BufferHandle, drop_references, host_id
 from verl_sglang_sync.collective import (
     Reason,
     common_reason,
@@ -276,6 +276,7 @@ class PulledBuckets(SyncSource, Delivery):
     _weights: Iterable[NamedTensor]
     _report: SyncReport
     _keep_mapped: bool
+    _has_announced: bool = False
 
     def start(self) -> None:
         """Wait for what still writes the parameters: once all ranks have, any engine may read.
@@ -291,7 +292,7 @@ class PulledBuckets(SyncSource, Delivery):
         """Have the engines map the parameters of all ranks with the first bucket. Raises
         `BlockNotMapped` if one has let go of a block of which no handle is left.
         """
-        located = self._located
+        located, self._has_announced = self._located, True
         self._pairs = list(zip(engines, located.pieces, strict=True))
         for engine, handles in zip(engines, located.handles, strict=True):
             engine.session.map_blocks(located.blocks, handles, keep=self._keep_mapped)
@@ -309,6 +310,11 @@ class PulledBuckets(SyncSource, Delivery):
     def confirm(self) -> None:
         with self._report.stage("confirm"):
             self._route._confirm(self._located, self._sources)
+
+    def drain(self) -> None:
+        """Drop the handles that no engine was given: the sync failed before."""
+        if not self._has_announced:
+            drop_references(chain.from_iterable(each.values() for each in self._located.handles))
 
     def end(self) -> None:
         self._report.num_pulled += len(self._route._stream.buckets)

@@ -1,0 +1,119 @@
+"""The references of GPU memory that engines were given, when an engine dies or fails early.
+
+A file with counters as torch has them stands for a GPU's: 1 until a handle's receiver drops it.
+"""
+
+import struct
+from unittest.mock import Mock
+
+import pytest
+
+from sglang_loader.common import shared_memory
+from sglang_loader.common.session import messages as wire
+from sglang_loader.common.session.channel import engine_end
+from sglang_loader.common.shared_memory import CudaHandle, drop_references
+from support.settings import settings_of
+from verl_sglang_sync.engine.session import SentHandles, SessionSockets, TrainerSession
+from verl_sglang_sync.sources.memory_blocks import BlockNames
+
+NUM = 6
+SETTINGS = settings_of("compiled", request_timeout_s=10)
+
+
+@pytest.fixture
+def counters(tmp_path, monkeypatch):
+    """A function that reads all counters."""
+    file = tmp_path / "torch_counters"
+    file.write_bytes(bytes(shared_memory.HEADER_NBYTES) + struct.pack(f"{NUM}Q", *[1] * NUM))
+    monkeypatch.setattr(shared_memory, "SHARED_MEMORY", tmp_path)
+
+    def read():
+        return list(struct.unpack_from(f"{NUM}Q", file.read_bytes(), shared_memory.HEADER_NBYTES))
+
+    return read
+
+
+def handle(number, file="/torch_counters"):
+    return CudaHandle(
+        nbytes=64,
+        gpu="GPU-0",
+        allocation=b"",
+        offset=0,
+        counter_file=file,
+        counter_offset=number,
+        event=b"",
+        event_sync_required=False,
+    )
+
+
+def test_only_the_counters_of_the_handles_are_cleared(counters):
+    drop_references([handle(1), handle(4), handle(0, "/torch_removed_with_its_last_handle")])
+    assert counters() == [1, 0, 1, 1, 0, 1]
+
+
+class Trainer:
+    """Sessions with one engine rank, whose end of the socket is in this process, too."""
+
+    def __init__(self):
+        self.sockets, self.sent, self.number = SessionSockets(), SentHandles(), 0
+
+    def session(self, mapped, blocks, *, keep, ends="well", joins=True):
+        """One session in which new handles of `blocks` are sent to an engine that maps `mapped`."""
+        opened = TrainerSession(self.sockets, SETTINGS, BlockNames(), self.sent)
+        session = wire.decode_descriptor(opened.descriptor)
+        engine = engine_end(session.endpoint)
+        engine.begin(session.token, timeout_s=10)
+        try:
+            with opened:
+                if joins:
+                    engine.send(wire.Hello, buffers=list(mapped), arrangements="")
+                    assert opened.greet(Mock(), wait_s=5)
+                handles = {}
+                for block in blocks:
+                    handles[block], self.number = handle(self.number), self.number + 1
+                opened.map_blocks(blocks, handles, keep=keep)
+                if "committed" in ends:
+                    opened.commit(Mock())
+                if "gone" in ends:
+                    engine.close()
+                    while not opened._channel.is_peer_gone:
+                        pass
+                if ends != "well":
+                    raise RuntimeError(ends)
+        except RuntimeError as error:
+            assert str(error) == ends
+        finally:
+            engine.close()
+
+
+def test_what_a_dead_engine_was_given_is_dropped(counters):
+    trainer = Trainer()
+    trainer.session([], ["a", "b"], keep=True)
+    assert counters() == [1] * NUM, "the engine holds them"
+    trainer.session(["a", "b"], ["a", "b", "c"], keep=False, ends="gone")
+    assert counters() == [0, 0, 0, 0, 0, 1]
+
+
+def test_another_engine_in_its_place_holds_nothing(counters):
+    trainer = Trainer()
+    trainer.session([], ["a", "b"], keep=True)
+    trainer.session([], [], keep=True)
+    assert counters() == [0, 0, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("ends", ["failed", "committed, gone"])
+def test_an_engine_that_may_hold_memory_says_so_first(ends, counters):
+    """A reference that is dropped twice would keep the memory for good."""
+    trainer = Trainer()
+    trainer.session([], ["a", "b"], keep=True, ends=ends)
+    assert counters() == [1] * NUM
+    trainer.session(["b"], [], keep=True)
+    assert counters() == [0, 1, 1, 1, 1, 1]
+
+
+def test_an_engine_drops_what_it_need_not_keep_itself(counters):
+    trainer = Trainer()
+    trainer.session([], ["a"], keep=True)
+    trainer.session(["a"], ["b"], keep=False)
+    trainer.session([], [], keep=False, ends="gone")
+    assert counters() == [1] * NUM
