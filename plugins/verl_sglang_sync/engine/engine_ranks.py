@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from sglang_loader.common.session.messages import SESSION_FORMAT, PeerSilent, SessionError
+from sglang_loader.common.session.messages import SESSION_FORMAT, PeerLost, SessionError
 from verl_sglang_sync.engine.arrangements import EngineArrangements
 from verl_sglang_sync.engine.server_client import operations
 from verl_sglang_sync.engine.server_client.errors import ReplyLost, ServerUnreachable
@@ -201,5 +201,5 @@ def wait_for(
             deadline, progress = time.monotonic() + limit_s, made
         if time.monotonic() > deadline:
             with waiting.naming_errors():
-                raise PeerSilent(f"no message from the engine within {limit_s:g} s")
+                raise PeerLost(f"no message from the engine within {limit_s:g} s")
         waiting.session.wait_briefly()

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import torch
 
 from sglang_loader.common.broadcast.broadcast import POLL_S, Broadcast, BroadcastError, Transfer
-from sglang_loader.common.session.messages import BucketPiece, PeerSilent, encode_pieces
+from sglang_loader.common.session.messages import BucketPiece, PeerLost, encode_pieces
 from verl_sglang_sync.collective import AGREE_EVERY_S
 from verl_sglang_sync.engine.engine_ranks import EngineRank, for_each, poll
 from verl_sglang_sync.report import SyncReport
@@ -76,7 +76,7 @@ class GroupDelivery(Delivery):
         within = f"within {self._limit_s:g} s"
         for engine in waiting:
             with engine.naming_errors():
-                raise PeerSilent(f"no message from the engine {within}")
+                raise PeerLost(f"no message from the engine {within}")
         raise BroadcastError(f"bucket {self._travelling[0][0]} was not sent {within}")
 
     def _has_room(self) -> bool:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from sglang_loader.common.session.messages import Loaded, PeerSilent
+from sglang_loader.common.session.messages import Loaded, PeerLost
 from verl_sglang_sync.collective import AGREE_EVERY_S
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.engine_ranks import (
@@ -93,7 +93,7 @@ class SessionRun:
                 with engine.naming_errors():
                     if not engine.session.greet(engine.request.check, wait_s=AGREE_EVERY_S):
                         if time.monotonic() > deadline:
-                            raise PeerSilent(f"the engine did not join within {limit_s:g} s")
+                            raise PeerLost(f"the engine did not join within {limit_s:g} s")
                         return False
                 unmet.pop(0)
             for request in self.requests:
@@ -154,7 +154,7 @@ class SessionRun:
                     return True
                 if time.monotonic() > deadline:
                     with waiting.naming_errors():
-                        raise PeerSilent(f"not loaded within {self.settings.request_timeout_s:g} s")
+                        raise PeerLost(f"not loaded within {self.settings.request_timeout_s:g} s")
                 if time.monotonic() > pause:
                     return False
                 waiting.session.wait_briefly()

@@ -31,7 +31,7 @@ import torch
 from sglang_loader.common.garbage_collection import no_full_collections
 from sglang_loader.common.naming import listed
 from sglang_loader.common.session.folder import SessionFolder
-from sglang_loader.common.session.messages import Loaded, PeerSilent, Proof
+from sglang_loader.common.session.messages import Loaded, PeerLost, Proof
 from verl_sglang_sync.collective import (
     RankLost,
     Reason,
@@ -206,7 +206,7 @@ class SessionTransport:
     def _may_repeat(self, task: SyncTask, ranks: RanksInStep) -> bool:
         """True if a failed sync can be made again, and may succeed then; collective."""
         is_hopeless = isinstance(
-            ranks.cause, PeerSilent | Misfit | FallbackRefused | ServerUnreachable | ReplyLost
+            ranks.cause, PeerLost | Misfit | FallbackRefused | ServerUnreachable | ReplyLost
         )
         may_repeat = is_repeatable(task.weights) and not ranks.may_be_served and not is_hopeless
         return holds_everywhere(self._group, may_repeat)

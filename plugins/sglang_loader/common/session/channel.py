@@ -25,7 +25,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from sglang_loader.common.session import messages as wire
 from sglang_loader.common.session.folder import check_endpoint
-from sglang_loader.common.session.messages import FromEngine, FromTrainer, PeerSilent, SessionError
+from sglang_loader.common.session.messages import FromEngine, FromTrainer, PeerLost, SessionError
 
 LINGER_MS = 2000
 POLL_MS = 100
@@ -108,7 +108,7 @@ class Channel(Generic[Received]):
                 raise zmq.Again
             self._socket.send(wire.encode(kind(token=self._token, **fields)), zmq.NOBLOCK)
         except zmq.Again:
-            raise SessionError(f"{kind.__name__} was not sent: the {self._peer} is gone") from None
+            raise PeerLost(f"{kind.__name__} was not sent: the {self._peer} is gone") from None
 
     def receive(
         self, *, timeout_s: float | None = None, watch: Callable[[], None] | None = None
@@ -121,7 +121,7 @@ class Channel(Generic[Received]):
         """
         limit = self._timeout_s if timeout_s is None else min(timeout_s, self._timeout_s)
         if not self.wait(limit, watch):
-            raise PeerSilent(f"no message from the {self._peer} within {limit:g} s")
+            raise PeerLost(f"no message from the {self._peer} within {limit:g} s")
         return self._received.popleft()
 
     def wait(self, limit_s: float, watch: Callable[[], None] | None = None) -> bool:
@@ -133,7 +133,7 @@ class Channel(Generic[Received]):
         deadline = time.monotonic() + limit_s
         while not self.has_message():
             if self._is_peer_gone:
-                raise SessionError(f"the {self._peer}'s process is gone")
+                raise PeerLost(f"the {self._peer}'s process is gone")
             if watch is not None:
                 try:
                     watch()
@@ -172,7 +172,7 @@ class Channel(Generic[Received]):
                 self._received.append(message)
         is_aborted = bool(self._received) and isinstance(self._received[0], wire.Abort)
         if self._is_peer_gone and not self._bind and not is_aborted:
-            raise SessionError(f"the {self._peer}'s process is gone")
+            raise PeerLost(f"the {self._peer}'s process is gone")
         return bool(self._received)
 
     def _look_at_peer(self) -> None:

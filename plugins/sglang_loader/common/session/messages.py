@@ -83,8 +83,8 @@ class SessionError(RuntimeError):
     """The session failed: the peer violated the protocol, is gone, or is silent."""
 
 
-class PeerSilent(SessionError):
-    """The peer did not answer within the time limit."""
+class PeerLost(SessionError):
+    """The peer is gone, or did not answer within the time limit."""
 
 
 class SessionDescriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
