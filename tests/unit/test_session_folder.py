@@ -1,6 +1,7 @@
 """The folder of a trainer's sockets: private, kept while its process lives, removed afterwards."""
 
 import os
+import shutil
 import signal
 import socket
 import tempfile
@@ -15,7 +16,7 @@ from sglang_loader.common.session.channel import engine_end, trainer_end
 from sglang_loader.common.session.folder import (
     PREFIX,
     SessionFolder,
-    check_endpoint,
+    checked_address,
     remove_orphans,
 )
 from sglang_loader.common.session.messages import SessionError
@@ -96,6 +97,129 @@ def test_a_folder_and_its_memory_are_kept_while_its_owner_or_a_child_of_it_lives
     assert not memory.exists()
 
 
+def whole(path):
+    shutil.rmtree(path)
+
+
+def files(path):
+    """As cleaners that remove old files do: sockets and folders stay."""
+    for name in ("owner", "shared-memory"):
+        (path / name).unlink()
+
+
+def replaced(path):
+    """By a folder that others may enter."""
+    shutil.rmtree(path)
+    path.mkdir()
+    path.chmod(0o755)
+
+
+@pytest.mark.parametrize("clean", [whole, files, replaced])
+def test_what_a_cleaner_removes_is_made_again(parent, caplog, clean):
+    folder = SessionFolder()
+    folder.record(CpuHandle(nbytes=7, name="/one"))
+    for _ in range(2):  # more than once in its life
+        assert folder.path.parent == parent
+        clean(folder.path)
+        endpoint = folder.new_endpoint()
+        with trainer_end(endpoint), engine_end(endpoint):
+            remove_orphans()
+            assert folder.path.is_dir(), "it has a lock, that of a living process"
+        assert (folder.path / "shared-memory").read_text() == "/one\n"
+    assert caplog.text.count("leave ") == 2
+    path = folder.path
+    del folder
+    assert not path.exists()
+
+
+def test_a_folder_is_made_elsewhere_if_the_folder_for_temporary_files_is_gone(parent, monkeypatch):
+    temporary, other = parent / "temporary", parent / "other"
+    for path in (temporary, other):
+        path.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setattr(session_folder, "SHORT_PARENT", other)
+    folder = SessionFolder()
+    (temporary / folder.path.name).rename(other / "removed")
+    temporary.rmdir()
+    with trainer_end(folder.new_endpoint()):
+        assert folder.path.parent == other
+
+
+def test_a_list_that_a_cleaner_removes_is_made_again_without_a_socket(parent, monkeypatch):
+    """Engines on the network have no socket in the folder."""
+    folder = SessionFolder()
+    folder.record(CpuHandle(nbytes=7, name="/one"))
+    shutil.rmtree(folder.path)
+    now = time.monotonic() + session_folder.RESTORE_EVERY_S
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    folder.record(CpuHandle(nbytes=7, name="/one"))
+    assert (folder.path / "shared-memory").read_text() == "/one\n"
+
+
+def test_a_folder_that_vanishes_while_it_is_made_is_made_again(parent, monkeypatch):
+    make, made = tempfile.mkdtemp, []
+
+    def vanishes_once(**keywords):
+        made.append(make(**keywords))
+        if len(made) == 1:
+            Path(made[0]).rmdir()
+        return made[-1]
+
+    monkeypatch.setattr(tempfile, "mkdtemp", vanishes_once)
+    folder = SessionFolder()
+    assert (len(made), list(parent.iterdir())) == (2, [folder.path])
+
+
+@pytest.mark.parametrize("killed_in", ["mkdtemp", "flock", "rename"])
+def test_a_trainer_that_is_killed_before_its_folder_has_its_name_leaves_nothing(parent, killed_in):
+    calls = {
+        "mkdtemp": (session_folder.SessionFolder, "_fill"),
+        "flock": (session_folder.fcntl, "flock"),
+        "rename": (Path, "with_name"),
+    }
+    owner = os.fork()
+    if owner == 0:
+        setattr(*calls[killed_in], lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        try:
+            SessionFolder()
+        finally:
+            os._exit(1)
+    assert os.waitpid(owner, 0)[1] == signal.SIGKILL
+    (left,) = parent.iterdir()
+    assert left.name.startswith(f".{PREFIX}")
+    living = SessionFolder()
+    has_lock = killed_in == "rename"
+    assert left.exists() is not has_lock, "without a lock a living trainer may be making it"
+    if not has_lock:
+        long_ago = time.time() - session_folder.STALE_S - 1
+        os.utime(left, (long_ago, long_ago))
+        later = SessionFolder()
+        assert not left.exists()
+        assert later.path.exists()
+    assert living.path.exists()
+
+
+def test_an_unfinished_folder_of_a_living_trainer_is_left_alone(parent):
+    """However old, if it has a lock."""
+    reading, writing = os.pipe()
+    owner = os.fork()
+    if owner == 0:
+        try:
+            Path.with_name = lambda *_: (os.write(writing, b"."), time.sleep(60))
+            SessionFolder()
+        finally:
+            os._exit(1)
+    assert os.read(reading, 1) == b"."
+    (unfinished,) = parent.iterdir()
+    os.utime(unfinished, (1, 1))
+    remove_orphans()
+    assert unfinished.exists()
+    os.kill(owner, signal.SIGKILL)
+    os.waitpid(owner, 0)
+    remove_orphans()
+    assert not unfinished.exists(), "the control"
+
+
 def test_folders_of_others_are_left_alone(parent):
     others = [parent / f"{PREFIX}without-a-lock", parent / f"{PREFIX}open", parent / "elsewhere"]
     for path in others:
@@ -113,10 +237,10 @@ def test_folders_of_others_are_left_alone(parent):
 def test_an_engine_connects_to_a_trainers_socket(parent):
     folder = SessionFolder()
     endpoint = folder.new_endpoint()
-    with pytest.raises(SessionError, match="expected ipc://"):
-        check_endpoint(endpoint)  # nothing is there yet
-    with trainer_end(endpoint):
-        check_endpoint(endpoint)
+    with pytest.raises(SessionError, match=r"expected ipc://.*No such file"):
+        engine_end(endpoint)  # nothing is there yet
+    with trainer_end(endpoint), engine_end(endpoint) as engine:
+        assert engine.endpoint == endpoint
 
 
 def bound(path, mode=0o700):
@@ -160,7 +284,11 @@ def test_an_engine_connects_to_nothing_else(parent, make):
 
 def test_a_socket_of_another_user_is_refused(parent, monkeypatch):
     endpoint = bound(parent / f"{PREFIX}x" / "1")
-    check_endpoint(endpoint)
+    with checked_address(endpoint):
+        pass
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    with pytest.raises(SessionError):
-        check_endpoint(endpoint)
+    with (
+        pytest.raises(SessionError, match="another user owns the folder"),
+        checked_address(endpoint),
+    ):
+        pass

@@ -24,7 +24,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from sglang_loader.common.session import messages as wire
-from sglang_loader.common.session.folder import check_endpoint
+from sglang_loader.common.session.folder import checked_address
 from sglang_loader.common.session.messages import FromEngine, FromTrainer, PeerLost, SessionError
 
 LINGER_MS = 2000
@@ -41,10 +41,11 @@ Received = TypeVar("Received", bound=FromTrainer | FromEngine)
 
 class Channel(Generic[Received]):
     """Sends and receives the messages of one session. A context manager. The trainer's end binds.
-    `has_heard`: anything has come from the peer, even if it was refused.
+    `address`: another way to the same endpoint, for the engine's end. `has_heard`: anything has
+    come from the peer, even if it was refused.
     """
 
-    def __init__(self, endpoint: str, *, bind: bool) -> None:
+    def __init__(self, endpoint: str, *, bind: bool, address: str | None = None) -> None:
         self.endpoint = endpoint
         self._bind = bind
         self._token = ""
@@ -59,7 +60,7 @@ class Channel(Generic[Received]):
         self._is_peer_gone = False
         self.has_heard = False
         self._connect_deadline: float | None = None  # None: connected, or nobody to connect to
-        events = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED
+        events = zmq.EVENT_CONNECTED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_DISCONNECTED
         self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(events)
         is_file = bind and endpoint.startswith("ipc://")
         path = Path(endpoint.removeprefix("ipc://")) if is_file else None
@@ -71,7 +72,7 @@ class Channel(Generic[Received]):
             else:
                 self._connect_deadline = time.monotonic() + CONNECT_TIMEOUT_S
                 self._socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
-                self._socket.connect(endpoint)
+                self._socket.connect(address or endpoint)
         except zmq.ZMQError as error:
             self.close()
             raise SessionError(f"{endpoint}: {error}") from None
@@ -142,10 +143,8 @@ class Channel(Generic[Received]):
                     if self._socket.poll(GRACE_MS) and self.has_message():
                         return True
                     raise
-            now = time.monotonic()
-            if self._connect_deadline is not None and now > self._connect_deadline:
-                raise SessionError(f"nobody listens at {self.endpoint}")
-            if now > deadline:
+            self._check_listener()
+            if time.monotonic() > deadline:
                 return False
             self._poller.poll(POLL_MS)
         return True
@@ -175,14 +174,32 @@ class Channel(Generic[Received]):
             raise PeerLost(f"the {self._peer}'s process is gone")
         return bool(self._received)
 
+    def wait_connected(self) -> None:
+        """Wait until the engine's end is connected.
+
+        Raises:
+            SessionError: nobody listens at the endpoint.
+        """
+        self._look_at_peer()
+        while self._connect_deadline is not None:
+            self._check_listener()
+            self._monitor.poll(POLL_MS)
+            self._look_at_peer()
+
+    def _check_listener(self) -> None:
+        if self._connect_deadline is not None and time.monotonic() > self._connect_deadline:
+            raise SessionError(f"nobody listens at {self.endpoint}")
+
     def _look_at_peer(self) -> None:
         """Process the monitor's events."""
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
             if event == zmq.EVENT_CONNECTED:
                 self._connect_deadline = None
-            else:
+            elif event == zmq.EVENT_DISCONNECTED:
                 self._is_peer_gone = True
+            elif self._connect_deadline is not None:  # refused; the next attempt is in NEVER_MS
+                self._connect_deadline = 0.0
 
     def _checked(self, data: bytes) -> Received:
         message: Received = wire.decode(self._decoder, data)
@@ -231,8 +248,16 @@ def engine_end(endpoint: str, *, is_signed: bool = False) -> Channel[FromTrainer
     """Connect to a trainer's socket; on another host only if the descriptor `is_signed`.
 
     Raises:
-        SessionError: the address is not allowed.
+        SessionError: the address is not allowed, or nobody listens there.
     """
-    if not is_signed:
-        check_endpoint(endpoint)
-    return Channel(endpoint, bind=False)
+    if is_signed and endpoint.startswith("tcp://"):
+        return Channel(endpoint, bind=False)
+    with checked_address(endpoint) as address:
+        channel: Channel[FromTrainer] = Channel(endpoint, bind=False, address=address)
+        try:
+            # zmq connects in a thread, by an address that is the trainer's in this body alone.
+            channel.wait_connected()
+        except SessionError:
+            channel.close()
+            raise
+    return channel

@@ -3,13 +3,13 @@
 A folder `weight-sync-*` (mode 0700) holds the sockets, a list of the shared memory that the process
 has shared, and a file that it keeps locked as long as it lives. A process that was killed cannot
 clean up: the next one that makes a folder removes those without a lock, and the shared memory that
-they list.
+they list. What a cleaner of temporary files removes of a living process's folder is made again.
 
     folder = SessionFolder()               # trainer
     endpoint = folder.new_endpoint()
     folder.record(handle)                  # before it is sent
 
-    check_endpoint(endpoint)               # engine: connect to nothing else
+    with checked_address(endpoint) as address: ...    # engine: connect to nothing else
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ import os
 import shutil
 import stat
 import tempfile
+import time
 import weakref
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import IO
 
 from sglang_loader.common.session.messages import SessionError
 from sglang_loader.common.shared_memory import SHARED_MEMORY, BufferHandle, CpuHandle
@@ -31,7 +34,14 @@ from sglang_loader.common.shared_memory import SHARED_MEMORY, BufferHandle, CpuH
 logger = logging.getLogger(__name__)
 
 PREFIX = "weight-sync-"
+UNFINISHED = f".{PREFIX}"
+"""Prefix of a folder that has no lock yet."""
 MAX_PARENT_CHARS = 70  # a UNIX socket's path has 107
+SHORT_PARENT = Path("/tmp")
+ATTEMPTS = 5
+RESTORE_EVERY_S = 1.0
+STALE_S = 3600.0
+"""Age of an unfinished folder without a lock, which takes milliseconds to make, at its removal."""
 _LOCK = "owner"
 _SHARED_MEMORY = "shared-memory"
 
@@ -42,64 +52,144 @@ class SessionFolder:
     def __init__(self) -> None:
         remove_orphans()
         self._num_sockets = 0
-        # Under another name until it is locked: else another process might take it for an orphan.
-        made = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=_parent()))
-        (made / _LOCK).touch()
-        self._lock = _try_lock(made)
-        self._list = (made / _SHARED_MEMORY).open("a")
-        self._listed: set[str] = set()
-        self.path = made.rename(made.with_name(made.name.removeprefix(".")))
-        self._finalizer = weakref.finalize(self, _remove_own, self.path, os.getpid())
+        self._listed: dict[str, None] = {}  # in their order
+        self._make()
 
     def new_endpoint(self) -> str:
         """An unused zmq address in the folder."""
+        self._restore()
         self._num_sockets += 1
         return f"ipc://{self.path}/{self._num_sockets}"
 
     def record(self, handle: BufferHandle) -> None:
         """List the shared memory of a handle, which others remove if this process is killed."""
         name = handle.name if isinstance(handle, CpuHandle) else handle.counter_file
-        if name not in self._listed:  # there may be thousands of handles in each sync
-            self._listed.add(name)
+        if time.monotonic() >= self._restore_at:  # there may be thousands of handles in each sync
+            self._restore()
+        if name not in self._listed:
+            self._listed[name] = None
             self._list.write(f"{name}\n")
             self._list.flush()
+
+    def _make(self) -> None:
+        for attempt in range(1, ATTEMPTS + 1):
+            # Under another name until it is locked: else another process might take it for an
+            # orphan.
+            made = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=_parent()))
+            try:
+                self._fill(made)
+                self.path = made.rename(made.with_name(made.name.removeprefix(".")))
+                break
+            except FileNotFoundError:  # a cleaner, or this process stood still for STALE_S
+                if attempt == ATTEMPTS:
+                    raise
+        self._finalizer = weakref.finalize(self, _remove_own, self.path, os.getpid())
+
+    def _fill(self, path: Path) -> None:
+        """Make the lock and the list. Neither has its name before it is complete: a lock that
+        another process finds open is a dead process's.
+        """
+        lock, listed = (path / f".{name}" for name in (_LOCK, _SHARED_MEMORY))
+        self._lock = lock.open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._list = listed.open("w")
+        self._list.writelines(f"{name}\n" for name in self._listed)
+        self._list.flush()
+        listed.rename(path / _SHARED_MEMORY)
+        lock.rename(path / _LOCK)
+        self._restore_at = time.monotonic() + RESTORE_EVERY_S
+
+    def _restore(self) -> None:
+        """Make what a cleaner of temporary files has removed, the folder or files in it."""
+        self._restore_at = time.monotonic() + RESTORE_EVERY_S
+        if _is_at(self.path / _LOCK, self._lock) and _is_at(self.path / _SHARED_MEMORY, self._list):
+            return
+        logger.warning(
+            "something has removed %s or files in it, which are made again now. A sync that runs "
+            "in such a moment can fail: leave %s* out where temporary files are cleaned",
+            self.path,
+            self.path.parent / PREFIX,
+        )
+        try:
+            os.close(open_private(self.path))
+            self._fill(self.path)
+        except OSError:
+            self._finalizer.detach()
+            self._make()
 
 
 def remove_orphans() -> None:
     """Remove this user's folders whose process has died."""
-    for path in _parent().glob(f"{PREFIX}*"):
+    parent = _parent()
+    for path in (*parent.glob(f"{PREFIX}*"), *parent.glob(f"{UNFINISHED}*")):
         with suppress(OSError):  # another process may remove it too, or it is not such a folder
-            lock = _try_lock(path) if _is_private(path) else None
-            if lock is None:
-                continue
-            with suppress(FileNotFoundError):  # killed before it made the list
-                for name in (path / _SHARED_MEMORY).read_text().split():
-                    (SHARED_MEMORY / Path(name).name).unlink(missing_ok=True)
-            shutil.rmtree(path)
-            lock.close()
-            logger.info("removed %s, which a process left behind that was killed", path)
+            folder = open_private(path)
+            try:
+                _remove_if_orphan(path, folder)
+            finally:
+                os.close(folder)
+
+
+def _remove_if_orphan(path: Path, folder: int) -> None:
+    lock: IO[str] | None = None
+    try:
+        lock = _try_lock(folder)
+        if lock is None:
+            return
+    except FileNotFoundError:
+        age_s = time.time() - os.fstat(folder).st_mtime
+        if not path.name.startswith(UNFINISHED) or age_s < STALE_S:
+            return
+    with suppress(FileNotFoundError), _open_in(folder, _SHARED_MEMORY, "r") as listed:
+        for name in listed.read().split():
+            (SHARED_MEMORY / Path(name).name).unlink(missing_ok=True)
+    for name in sorted(os.listdir(folder), key=_LOCK.__eq__):  # the lock last, if this is killed
+        os.unlink(name, dir_fd=folder)
+    path.rmdir()
+    if lock is not None:
+        lock.close()
+    logger.info("removed %s, which a process left behind that was killed", path)
 
 
 def _parent() -> Path:
-    """The folder for temporary files, or one with a shorter path."""
+    """The folder for temporary files, or one with a shorter path, or one that is there."""
     parent = Path(tempfile.gettempdir())
-    return parent if len(str(parent)) <= MAX_PARENT_CHARS else Path("/tmp")
+    return parent if len(str(parent)) <= MAX_PARENT_CHARS and parent.is_dir() else SHORT_PARENT
 
 
-def check_endpoint(endpoint: str) -> None:
-    """Raise SessionError unless the address is a socket in such a folder of this user."""
+@contextmanager
+def checked_address(endpoint: str) -> Iterator[str]:
+    """Check that an address is a socket in such a folder of this user. Yields another address of
+    the same socket, which stays the same socket's in the body whatever becomes of the path.
+
+    Raises:
+        SessionError: it is anything else.
+    """
     path = Path(endpoint.removeprefix("ipc://"))
-    with suppress(OSError, ValueError):
-        if (
-            endpoint.startswith("ipc:///")
-            and path.parent.name.startswith(PREFIX)
-            and _is_private(path.parent)
-            and stat.S_ISSOCK(path.lstat().st_mode)
-        ):
-            return
-    raise SessionError(
+    try:
+        if not endpoint.startswith("ipc:///") or not path.parent.name.startswith(PREFIX):
+            raise ValueError("another form of address")
+        # Another user may swap a link above the folder at any time, hence the open folder. Nobody
+        # else may swap what is in it.
+        folder = open_private(path.parent)
+    except (OSError, ValueError) as error:
+        raise _not_allowed(endpoint, error) from None
+    try:
+        try:
+            mode = os.stat(path.name, dir_fd=folder, follow_symlinks=False).st_mode
+            if not stat.S_ISSOCK(mode):
+                raise ValueError("not a socket")
+        except (OSError, ValueError) as error:
+            raise _not_allowed(endpoint, error) from None
+        yield f"ipc:///proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
+
+
+def _not_allowed(endpoint: str, error: Exception) -> SessionError:
+    return SessionError(
         f"session endpoint {endpoint[:200]!r}: expected ipc://<folder>/{PREFIX}*/<number>, the "
-        "socket of a trainer's process of this user on this host"
+        f"socket of a trainer's process of this user on this host ({str(error)[:200]})"
     )
 
 
@@ -109,20 +199,41 @@ def _remove_own(path: Path, owner: int) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _is_private(path: Path) -> bool:
-    found = path.lstat()
-    is_private = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077
-    return is_private and found.st_uid == os.geteuid()
+def open_private(path: Path) -> int:
+    """Open a folder that nobody but this user owns and may enter. Returns its descriptor.
+
+    Raises:
+        OSError: it is anything else, such as a link.
+        ValueError: the path has a null byte.
+    """
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    found = os.fstat(folder)
+    if found.st_mode & 0o077 or found.st_uid != os.geteuid():
+        os.close(folder)
+        raise PermissionError("another user owns the folder or may enter it")
+    return folder
 
 
-def _try_lock(path: Path) -> TextIO | None:
+def _is_at(path: Path, file: IO[str]) -> bool:
+    """True if the path is still that of the open file."""
+    try:
+        return os.path.samestat(path.lstat(), os.fstat(file.fileno()))
+    except OSError:
+        return False
+
+
+def _open_in(folder: int, name: str, mode: str) -> IO[str]:
+    return open(name, mode, opener=partial(os.open, dir_fd=folder))
+
+
+def _try_lock(folder: int) -> IO[str] | None:
     """The folder's lock, held until it is closed; None if a living process holds it.
 
     Raises:
         FileNotFoundError: there is none. Making one here could leave it in a folder that another
             process is removing.
     """
-    file = (path / _LOCK).open("r+")
+    file = _open_in(folder, _LOCK, "r+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
