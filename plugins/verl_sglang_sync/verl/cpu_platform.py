@@ -31,10 +31,47 @@ ROLLOUT_ENVIRONMENT = {
 
 ACCELERATOR_ONLY = (
     *("max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved"),
-    *("reset_peak_memory_stats", "empty_cache", "ipc_collect"),
+    *(
+        "reset_peak_memory_stats",
+        "reset_accumulated_memory_stats",
+        "set_per_process_memory_fraction",
+    ),
+    *("empty_cache", "ipc_collect"),
     *("set_device", "manual_seed", "manual_seed_all"),
 )
 """Functions that verl calls on its device module; here each does nothing and returns 0."""
+
+
+def _nothing(*_args: Any, **_kwargs: Any) -> int:
+    return 0
+
+
+def _get_device_name(*_: Any) -> str:
+    return "CPU"
+
+
+def _mem_get_info(*_: Any) -> tuple[int, int]:
+    memory = psutil.virtual_memory()
+    return memory.available, memory.total
+
+
+def _get_device_properties(*_: Any) -> types.SimpleNamespace:
+    return types.SimpleNamespace(name="CPU", total_memory=psutil.virtual_memory().total)
+
+
+def _get_rng_state(*_: Any) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(state: torch.Tensor, *_: Any) -> None:
+    torch.set_rng_state(state)
+
+
+def _no_memory_history(*_args: Any, **_kwargs: Any) -> None:
+    raise RuntimeError("only a GPU's allocator has a memory history")  # verl logs it
+
+
+HISTORY = ("_record_memory_history", "_snapshot", "_dump_snapshot")
 
 
 class CpuPlatform(PlatformBase):  # type: ignore[misc]
@@ -44,8 +81,15 @@ class CpuPlatform(PlatformBase):  # type: ignore[misc]
     vendor_name = "cpu"
     device_module = types.SimpleNamespace(
         **vars(torch.cpu)
-        | dict.fromkeys(ACCELERATOR_ONLY, lambda *_, **__: 0)
-        | {"get_device_name": lambda *_: "CPU", "mem_get_info": lambda *_: _free_and_total()}
+        | dict.fromkeys(ACCELERATOR_ONLY, _nothing)
+        | {
+            "get_device_name": _get_device_name,
+            "get_device_properties": _get_device_properties,
+            "mem_get_info": _mem_get_info,
+            "get_rng_state": _get_rng_state,
+            "set_rng_state": _set_rng_state,
+            "memory": types.SimpleNamespace(**dict.fromkeys(HISTORY, _no_memory_history)),
+        }
     )
 
     def is_available(self) -> bool:
@@ -92,11 +136,6 @@ class CpuPlatform(PlatformBase):  # type: ignore[misc]
 
     def rollout_env_vars(self) -> dict[str, str]:
         return dict(ROLLOUT_ENVIRONMENT)
-
-
-def _free_and_total() -> tuple[int, int]:
-    memory = psutil.virtual_memory()
-    return memory.available, memory.total
 
 
 def install() -> None:
