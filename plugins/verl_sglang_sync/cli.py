@@ -24,7 +24,7 @@ PICTURES, TRACES = (".png", ".svg"), (".json",)
 def doctor(
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(help="After `--`: the Hydra overrides of your recipe, as for main_ppo."),
+        typer.Argument(help="After `--`: what your recipe gives main_ppo, overrides and options."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
 ) -> None:

@@ -153,6 +153,19 @@ def _serves_adapter(config: DictConfig) -> bool:
     return any(isinstance(rank, int) and rank > 0 for rank in ranks)
 
 
+def _check_counts(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]:
+    """Numbers of nodes and GPUs, which a shell variable that was not set leaves empty."""
+    sections = ["trainer"]
+    if OmegaConf.select(config, BACKEND_KEY) == DISAGGREGATED_BACKEND:
+        sections.append(ROLLOUT)
+    for section in sections:
+        for key in ("nnodes", "n_gpus_per_node"):
+            value, least = OmegaConf.select(config, f"{section}.{key}"), int(section == "trainer")
+            is_number = isinstance(value, int) and not isinstance(value, bool)
+            if OmegaConf.select(config, section) is not None and not (is_number and value >= least):
+                yield f"{section}.{key}={value!r}: expected a whole number of at least {least}"
+
+
 def _check_disaggregated(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]:
     """Recipes that do not work with the disaggregated backend, or need it."""
     backend = OmegaConf.select(config, BACKEND_KEY)
@@ -249,6 +262,7 @@ def _check_keys(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]
 
 _CHECKS: tuple[Callable[[DictConfig, WeightSyncConfig], Iterator[str]], ...] = (
     _check_engine,
+    _check_counts,
     _check_disaggregated,
     _check_keys,
     _check_graphs,

@@ -37,6 +37,13 @@ SECTION = f"{ROLLOUT}.custom.weight_sync"
 IN_PLACE = "read the trainer's parameters in place"
 
 
+MINE = """
+defaults: [{first}, {{weight_sync: compiled}}, _self_]
+actor_rollout_ref: {{rollout: {{name: sglang, multi_stage_wake_up: true}}}}
+"""
+ALONE = "actor_rollout_ref: {rollout: {custom: {weight_sync: {mode: compiled}}}}\n"
+
+
 class TestRecipe:
     @pytest.mark.parametrize(
         ("overrides", "said"),
@@ -112,6 +119,61 @@ class TestRecipe:
         (check,) = presets.recipe_checks(overrides, EIGHT_GPUS)
         assert (check.name, check.status) == ("recipe: preflight", Status.FAIL)
         assert all(text in check.detail for text in said)
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            ["--config-dir=CONFIGS", "--config-name=mine", "trainer.nnodes=3"],
+            ["-cd", "CONFIGS", "-cn", "mine.yaml", "trainer.nnodes=3"],
+            ["trainer.nnodes=3", "--config-name", "mine", "--config-dir", "configs"],
+            ["--config-path=CONFIGS", "--config-name=alone", "+trainer.nnodes=3"],
+            ["--config-path=PACKAGE", "--config-name=alone", "+trainer.nnodes=3"],
+            ["--cfg", "job", *COMPILED, "trainer.nnodes=3"],
+            ["--config-name=ppo_megatron_trainer", *COMPILED, "trainer.nnodes=3"],
+            ["--config-path=./config", *COMPILED, "trainer.nnodes=3"],
+        ],
+    )
+    def test_a_recipe_may_give_hydras_options(self, arguments, tmp_path, monkeypatch):
+        folder = tmp_path / "configs"
+        folder.mkdir()
+        (folder / "__init__.py").touch()
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.syspath_prepend(tmp_path)
+        (folder / "mine.yaml").write_text(MINE.format(first="ppo_trainer"))
+        (folder / "alone.yaml").write_text(ALONE)
+        places = {"CONFIGS": str(folder), "PACKAGE": "pkg://configs"}
+        for name, place in places.items():
+            arguments = [each.replace(name, place) for each in arguments]
+        config = presets.compose(arguments)
+        assert config.trainer.nnodes == 3
+        assert config.actor_rollout_ref.rollout.custom.weight_sync.mode == "compiled"
+
+    def test_the_config_name_decides_what_it_does(self):
+        *_, last = presets.recipe_checks(
+            ["--config-name=ppo_megatron_trainer", *COMPILED, f"{ACTOR}.strategy=megatron"],
+            EIGHT_GPUS,
+        )
+        assert IN_PLACE in last.detail
+
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            (["--config-name=no_such"], "Cannot find primary config 'no_such'"),
+            (["--config-dir=/no/such"], "--config-dir=/no/such: there is no folder /no/such"),
+            (["--config-path=/no/such"], "/no/such"),
+            (["--confg-name=x"], "main_ppo does not take these arguments: unrecognized"),
+            (["--config-name"], "main_ppo does not take these arguments: argument --config-name"),
+            (
+                ["trainer.nnodes=1", "--config-name=ppo_trainer", "trainer.nnodes=2"],
+                "unrecognized arguments: trainer.nnodes=2 (options such as --config-name stand",
+            ),
+            (["--multirun", "trainer.nnodes=1,2"], "--multirun: allowed: the options of a single"),
+        ],
+    )
+    def test_options_that_main_ppo_refuses_are_a_failure(self, arguments, said):
+        (check,) = presets.recipe_checks(arguments, EIGHT_GPUS)
+        assert check.status is Status.FAIL
+        assert said in check.detail
 
     def test_flags_without_effect_are_warnings(self):
         _, remark, last = presets.recipe_checks(presets.USUAL, EIGHT_GPUS)

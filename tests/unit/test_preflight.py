@@ -103,6 +103,18 @@ BAD = {
         {f"{ROLLOUT}.quantization": "torchao"},
         [f"{ROLLOUT}.quantization='torchao': allowed: null, 'fp8'"],
     ),
+    "no number of nodes": (
+        {"trainer.nnodes": ""},
+        ["trainer.nnodes='': expected a whole number of at least 1"],
+    ),
+    "GPUs in words": (
+        {"trainer.n_gpus_per_node": "8", "trainer.nnodes": None},
+        [
+            "trainer.n_gpus_per_node='8': expected a whole number of at least 1",
+            "trainer.nnodes=None: expected a whole number of at least 1",
+        ],
+    ),
+    "no GPUs": ({"trainer.n_gpus_per_node": 0}, ["trainer.n_gpus_per_node=0: expected a whole"]),
     "rollouts elsewhere": (
         {"trainer.v1.trainer_mode": "separate_async"},
         ["trainer.v1.trainer_mode='separate_async' with", "use +weight_sync=disaggregated"],

@@ -1,15 +1,18 @@
 """Checks of recipes: whether the preflight passes them, and what they would do here.
 
-A recipe is a list of Hydra overrides of verl's `ppo_trainer`: the user's own, or a usual one for
-each preset. What it would do follows from the composed config, its settings, and this machine.
+A recipe is what follows `main_ppo` on its command line, Hydra's overrides and options: the user's
+own, or a usual one for each preset. What it would do follows from the composed config, its
+settings, and this machine.
 """
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -45,17 +48,59 @@ class Machine:
     reads_other_gpus: bool
 
 
-def compose(overrides: Sequence[str]) -> DictConfig:
-    """Compose verl's config as `python -m verl.trainer.main_ppo` does, without importing verl."""
+def compose(arguments: Sequence[str]) -> DictConfig:
+    """Compose verl's config as `python -m verl.trainer.main_ppo` does, without importing verl.
+
+    Args:
+        arguments: overrides, and Hydra's options such as `--config-name`.
+
+    Raises:
+        ValueError: main_ppo would not take the arguments, or would not run with them.
+    """
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
+    from hydra._internal.hydra import Hydra
+    from hydra._internal.utils import compute_search_path_dir, create_config_search_path
+    from hydra.core.config_search_path import SearchPathQuery
+    from hydra.core.global_hydra import GlobalHydra
 
     verl = find_spec("verl")
     if verl is None or not verl.submodule_search_locations:
         raise ImportError("verl is not installed")
-    folder = Path(verl.submodule_search_locations[0]) / "trainer" / "config"
-    with initialize_config_dir(str(folder), version_base=None):
-        return hydra_compose("ppo_trainer", list(overrides))
+    main_ppo = Path(verl.submodule_search_locations[0]) / "trainer" / "main_ppo.py"
+    options = _hydra_options(arguments)
+    # As `hydra.main` does, which knows only the arguments of the process.
+    folder = compute_search_path_dir(str(main_ppo), None, options.config_path or "config")
+    search_path = create_config_search_path(folder)
+    if options.config_dir is not None:
+        config_dir = Path(options.config_dir).absolute()
+        if not config_dir.is_dir():
+            raise ValueError(f"--config-dir={options.config_dir}: there is no folder {config_dir}")
+        schema = SearchPathQuery(provider="schema")
+        search_path.prepend("command-line", f"file://{config_dir}", anchor=schema)
+    with initialize_config_dir(str(main_ppo.parent), version_base=None):  # undone at the end
+        GlobalHydra.instance().clear()
+        Hydra.create_main_hydra2("main_ppo", search_path)
+        return hydra_compose(options.config_name or "ppo_trainer", options.overrides)
+
+
+def _hydra_options(arguments: Sequence[str]) -> Namespace:
+    from hydra._internal.utils import get_args_parser
+
+    parser = get_args_parser()
+    parser.error = _refuse_arguments  # type: ignore[method-assign]
+    options = parser.parse_args(list(arguments))
+    for name in ("multirun", "experimental_rerun"):
+        if getattr(options, name):
+            raise ValueError(f"--{name.replace('_', '-')}: allowed: the options of a single run")
+    return options
+
+
+def _refuse_arguments(message: str) -> NoReturn:
+    raise ValueError(
+        f"main_ppo does not take these arguments: {message} (options such as --config-name stand "
+        "before all overrides, or after all)"
+    )
 
 
 def preset_checks(machine: Machine) -> Iterator[Check]:
@@ -74,10 +119,6 @@ def recipe_checks(overrides: Sequence[str], machine: Machine) -> Iterator[Check]
 
     try:
         config = compose(overrides)
-        for key in ("trainer.nnodes", "trainer.n_gpus_per_node"):
-            value = OmegaConf.select(config, key)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{key}={value!r}: expected a whole number of at least 1")
         settings, remarks = examine(config)
     except Exception as error:
         yield Check("recipe: preflight", FAIL, str(error), "no run would start")
