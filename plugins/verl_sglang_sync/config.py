@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -209,6 +210,11 @@ def _setting(section: str, key: str, value: Any) -> Any:
         return _limits(name, value)
     if key == "router_url":
         return None if value is None else checked_base_url(name, value)
+    if key == "report_file" and isinstance(value, str):
+        try:
+            Path(value).expanduser()
+        except RuntimeError:
+            raise ValueError(f"{name}={value!r}: there is no such user on this host") from None
     if isinstance(value, bool):
         value = _YAML_WORDS.get(key, {}).get(value, value)
     return _read(name, value, _TYPES[key])

@@ -122,12 +122,13 @@ class SyncReport:
                 f"{self.eager_reason}"
             )
         if report_file is not None:
-            path = Path(report_file)
             try:
+                path = Path(report_file).expanduser()
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with path.open("ab") as file:
                     file.write(msgspec.json.encode(self) + b"\n")
-            except OSError as error:  # a full disk: no reason to end a training
+            # A full disk, or no home folder on this host: no reason to end a training.
+            except (OSError, RuntimeError) as error:
                 warn_once(f"weight sync: nothing is added to report_file={report_file!r}: {error}")
 
     @property

@@ -113,7 +113,10 @@ REFUSED = {
 
 @pytest.mark.parametrize(
     ("key", "value", "allowed"),
-    [(key, value, allowed) for key, (values, allowed) in REFUSED.items() for value in values],
+    [
+        *((key, value, allowed) for key, (values, allowed) in REFUSED.items() for value in values),
+        (f"{SECTION}.report_file", "~no_such_user/x", "there is no such user on this host"),
+    ],
 )
 def test_a_bad_value_is_refused_by_key_value_and_what_is_allowed(key, value, allowed):
     mode = "compiled" if key.rpartition(".")[2] in COMPILED_KEYS else "flattened"

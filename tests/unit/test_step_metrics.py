@@ -1,6 +1,9 @@
 """What a training step's metrics and the log say of its weight syncs."""
 
 import logging
+import os
+import pwd
+from types import SimpleNamespace
 
 import pytest
 
@@ -73,6 +76,22 @@ def test_what_load_weights_loads_is_a_warning_once_for_each_reason_but_the_first
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     said = [text.rpartition("slower than the load plan: ")[2] for text in warnings]
     assert said == ["no plan fits", "a cast"]
+
+
+@pytest.mark.parametrize("home", ["~", f"~{pwd.getpwuid(os.geteuid()).pw_name}"])
+def test_a_report_file_may_lie_in_the_home_folder(home, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    user = SimpleNamespace(pw_dir=str(tmp_path / "home"))
+    monkeypatch.setattr(pwd, "getpwnam", lambda _: user)
+    monkeypatch.setenv("HOME", user.pw_dir)
+    report(0.5, num_eager=0).publish(f"{home}/runs/syncs.jsonl")
+    assert (tmp_path / "home" / "runs" / "syncs.jsonl").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+
+
+def test_a_report_file_of_a_user_that_this_host_lacks_is_a_warning(caplog):
+    report(0.5, num_eager=0).publish("~no_such_user/syncs.jsonl")
+    assert "nothing is added to report_file='~no_such_user/syncs.jsonl'" in caplog.text
 
 
 def test_a_report_file_that_cannot_be_written_is_a_warning(tmp_path, caplog):
