@@ -119,7 +119,7 @@ class TestTokenizerProcess:
             await asyncio.sleep(0)
             started = time.perf_counter()
             if is_ours:
-                await pause_by_aborting(manager)
+                await pause_by_aborting(manager, timeout_s=20)
             else:
                 own = original(f"{MANAGERS}.tokenizer_manager:TokenizerManager.pause_generation")
                 await own(manager, SimpleNamespace(mode="abort"))
@@ -130,6 +130,29 @@ class TestTokenizerProcess:
         events, seconds = asyncio.run(pause())
         assert events == ["ended", "paused True"]
         assert seconds < 0.8 if is_ours else seconds >= 1
+
+    def test_a_request_that_no_abort_ends_is_named_after_the_time_limit(self):
+        """For `verl_sglang_sync.verl.upstream`: later requests begin again."""
+        from sglang.srt.utils.aio_rwlock import RWLock
+
+        async def pause():
+            manager = MagicMock(is_pause=False, is_pause_cond=asyncio.Condition())
+            manager.model_update_lock = RWLock()
+            manager.rid_to_state = {f"rollout-{number}": None for number in range(12)}
+
+            async def later():
+                async with manager.is_pause_cond:
+                    await manager.is_pause_cond.wait_for(lambda: not manager.is_pause)
+
+            async with manager.model_update_lock.reader_lock:
+                pausing = asyncio.create_task(pause_by_aborting(manager, timeout_s=0.3))
+                await asyncio.sleep(0.1)
+                waiting = asyncio.create_task(later())
+                with pytest.raises(TimeoutError, match=r"0\.3 s .*rollout-0, .* and 2 more"):
+                    await asyncio.wait_for(pausing, 10)
+                await asyncio.wait_for(waiting, 10)
+
+        asyncio.run(pause())
 
     @pytest.mark.parametrize("is_abort", [True, False])
     def test_a_request_that_a_pause_has_aborted_before_it_ran(self, is_abort, monkeypatch):

@@ -95,7 +95,8 @@ class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
     async def abort_all_requests(self) -> None:
         """Pause for a sync as verl does; clients send aborted requests again, which continue."""
         if self.node_rank == 0:
-            await pause_by_aborting(self.tokenizer_manager)
+            limit_s = self._settings.request_timeout_s
+            await pause_by_aborting(self.tokenizer_manager, timeout_s=limit_s)
 
     @functools.wraps(SGLangHttpServer.generate)
     async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:

@@ -16,21 +16,40 @@ from typing import Any
 import msgspec
 
 PAUSE_STEP_S, ABORT_AGAIN_S = 0.01, 1.0
+NUM_NAMED = 10
 SEPARATE_ASYNC = "verl.trainer.ppo.v1.trainer_separate_async"
 
 
-async def pause_by_aborting(manager: Any) -> None:
+async def pause_by_aborting(manager: Any, *, timeout_s: float) -> None:
     """Let no request begin, and abort all that run, as `TokenizerManager.pause_generation` does in
     mode "abort". That one checks only once a second, which is longer than a sync.
+
+    Raises:
+        TimeoutError: requests still run after `timeout_s`. New ones may begin again.
     """
     async with manager.is_pause_cond:
         manager.is_pause = True
-        abort_at = 0.0
+        abort_at, deadline = 0.0, time.monotonic() + timeout_s
         while await manager.model_update_lock.is_locked():  # by running requests
             if (now := time.monotonic()) >= abort_at:
                 manager.abort_request(abort_all=True)
                 abort_at = now + ABORT_AGAIN_S
+            if now >= deadline:
+                manager.is_pause = False
+                manager.is_pause_cond.notify_all()
+                raise TimeoutError(_still_running(manager, timeout_s))
             await asyncio.sleep(PAUSE_STEP_S)
+
+
+def _still_running(manager: Any, timeout_s: float) -> str:
+    running = list(manager.rid_to_state)  # also those that wait for the pause to end
+    names = ", ".join(map(str, running[:NUM_NAMED]))
+    more = f" and {len(running) - NUM_NAMED} more" if len(running) > NUM_NAMED else ""
+    return (
+        f"the weights were not updated: requests still run {timeout_s:g} s after they were aborted "
+        f"for the sync (known to the engine: {names or 'none'}{more}). The engine goes on with its "
+        "old weights. If its scheduler only needs longer, raise weight_sync.request_timeout_s"
+    )
 
 
 def is_abort(error: Exception) -> bool:
