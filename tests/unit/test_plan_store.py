@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from itertools import pairwise
 from unittest import mock
 
 import pytest
@@ -13,7 +14,7 @@ from sglang_loader.common.layout import BucketLayout, decode_arrangements, diges
 from sglang_loader.common.regions.arrangement import arranged_nbytes
 from sglang_loader.common.session.messages import SessionError
 from sglang_loader.load_plan.arrange import ALL_WHOLE, arrange
-from sglang_loader.session.model_loader import MAX_RECORDINGS, loader_of
+from sglang_loader.session.model_loader import MAX_RECORDINGS, MAX_SYNCS_APART, loader_of
 from sglang_loader.session.serve import common_arrangements
 from support.plan_check import gather
 
@@ -190,6 +191,26 @@ def test_a_reason_is_logged_once(caplog):
             check_loaded(model, float(value))
     assert caplog.text.count("bucket 0 has another layout") == 1
     assert caplog.text.count("did not last for one sync") == 1
+
+
+def test_plans_that_do_not_last_are_tried_again_ever_more_rarely():
+    loader = loader_of(Model())
+    tried, orders = [], (layouts_of(), layouts_of("bacd"))
+    for number in range(sum(range(MAX_RECORDINGS)) + 2 * MAX_SYNCS_APART + 10):
+        # What the last plan was made of never comes again, until the end.
+        layouts = orders[len(tried) % 2]
+        if sync(loader, float(number), layouts=layouts).may_read_in_place:
+            tried.append(number)
+    apart = [later - earlier - 1 for earlier, later in pairwise(tried)]
+    assert apart[: MAX_RECORDINGS - 1] == [0] * (MAX_RECORDINGS - 1)
+    assert apart[MAX_RECORDINGS - 1 :] == [1, 2, 4, 8, 16, 32, MAX_SYNCS_APART]
+    last = orders[(len(tried) - 1) % 2]
+    while not sync(loader, 1.0, layouts=last).may_read_in_place:
+        pass
+    assert sync(loader, 1.0, layouts=last).num_eager == 0
+    for number, layouts in enumerate(orders):
+        outcome = sync(loader, float(number), layouts=layouts)
+    assert outcome.may_read_in_place, "a plan that has lasted begins the count anew"
 
 
 @pytest.mark.parametrize("kind", [Rebinds, Overlaps])

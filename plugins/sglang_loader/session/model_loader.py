@@ -39,7 +39,10 @@ from sglang_loader.session.recording import PlanRecorder
 logger = logging.getLogger(__name__)
 
 MAX_RECORDINGS = 3
-"""Plans made in a row without one sync replayed in full; then the model stays eager."""
+"""Plans made in a row without one sync replayed in full; the next ones are made at a distance."""
+
+MAX_SYNCS_APART = 64
+"""The distance is 1 eager sync, then 2, 4, 8 and so on, up to this many."""
 
 WHOLE_BUCKETS = "this TP rank is sent whole buckets, not only the bytes that it reads of them"
 
@@ -94,6 +97,7 @@ class ModelLoader:
         self._unplannable: tuple[BucketLayout, str] | None = None  # first bucket, reason
         self._num_recordings = 0
         self._failed_replay: LoadPlan | None = None  # of this sync, which goes on eagerly
+        self._num_to_wait = 0  # eager syncs until the next recording
         self._num_replayed = 0
         self._uses_of_bucket: dict[int, BucketUses] = {}  # by index; complete if there is a plan
         self._addresses_checked = False
@@ -208,7 +212,7 @@ class ModelLoader:
             self._compile()
             self._reason = self._reason or MAKING_PLAN
         elif self._load_mode is _LoadMode.REPLAY:
-            self._num_recordings = 0
+            self._num_recordings = self._num_to_wait = 0
         plan, backup = self.plan, backup_of(self.model)
         if backup is not None and self._failed_replay is not None:
             # `load_weights` writes what the plan writes: its check has shown that.
@@ -235,8 +239,12 @@ class ModelLoader:
 
     def _why_not_recorded(self, first: BucketLayout) -> str | None:
         """Why no plan is made of a sync that begins with this bucket, or None."""
-        if self._num_recordings >= MAX_RECORDINGS:
-            return f"{MAX_RECORDINGS} load plans in a row did not last for one sync"
+        if self._num_to_wait > 0:
+            self._num_to_wait -= 1
+            return (
+                f"{MAX_RECORDINGS} load plans in a row did not last for one sync. Another is made "
+                f"after some syncs, at most {MAX_SYNCS_APART}"
+            )
         if self._unplannable is None or self._unplannable[0] != first:
             return None
         return self._unplannable[1]
@@ -288,6 +296,9 @@ class ModelLoader:
             plan, executor, DestinationProbe(self.model, plan.destinations)
         )
         self._num_recordings += 1
+        if self._num_recordings >= MAX_RECORDINGS:
+            doublings = min(self._num_recordings - MAX_RECORDINGS, MAX_SYNCS_APART.bit_length())
+            self._num_to_wait = min(1 << doublings, MAX_SYNCS_APART)
         self._unplannable = None
         unused = [name for uses in self.uses for name in uses.unused]
         logger.info(
