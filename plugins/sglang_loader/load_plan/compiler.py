@@ -37,11 +37,11 @@ from sglang_loader.load_plan.trace import Space, Step, TracedBucket, in_space
 
 def compile_bucket(traced: TracedBucket) -> BucketPlan:
     """The plan for one bucket; raises PlanRefused where a replay would not do the same."""
+    host_reads = _judge_host_reads(traced)
     if traced.problems:
         raise PlanRefused(traced.problems[0])
     live = _live_steps(traced.steps)
     _refuse_unsafe(live)
-    host_reads = _judge_host_reads(traced)
     with_tensors = _with_temporaries(list(_with_tensors(live, traced.layout)))
     steps = [(step, tensors) for step, tensors in with_tensors if tensors]
     candidates = [_as_copy(step) for step, _ in steps]

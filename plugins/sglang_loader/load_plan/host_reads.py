@@ -1,31 +1,56 @@
 """Detects tensor data that reaches Python without an operator, which a plan could not replay.
 
-`tolist`, `numpy`, DLPack and raw pointers bypass the dispatcher: each is reported, and the plan is
-refused if the data belongs to a sync. `item` is different: SGLang's default loader writes scalars
-as `param.fill_(loaded.item())`. While tracing, `item` returns a `DeferredScalar`: `fill_` with it
-becomes a copy, any other use of it reports a host read and yields the number. One that outlives
-the load, in an attribute for example, would be used later without being seen.
+`tolist`, `numpy`, `repr`, DLPack, storages and raw pointers bypass the dispatcher: each is
+reported, and the plan is refused if the data belongs to a sync. `item` is different: SGLang's
+default loader writes scalars as `param.fill_(loaded.item())`. While tracing, `item` returns a
+`DeferredScalar`: `fill_` with it becomes a copy, any other use of it reports a host read and yields
+the number. One that outlives the load, in an attribute for example, would be used later without
+being seen.
+
+Reads in C++ that no function of torch's Python API begins stay unseen: those of an extension, or of
+TorchScript.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from weakref import ref
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from sglang_loader.common.op_traits import map_leaves
+from sglang_loader.common.op_traits import leaves, map_leaves
+
+_POINTERS = ("data_ptr", "const_data_ptr", "mutable_data_ptr")
+# Pickling a tensor, copying it deeply and sharing it go through its storage.
+_STORAGES = ("untyped_storage", "storage")
+_PYTHON_LOOPS = ("apply_", "map_", "map2_")
+_DLPACK_FUNCTIONS = ("_to_dlpack", "_to_dlpack_versioned")
+_INTERFACE = "__cuda_array_interface__"
 
 MEMORY_GIVEN_AWAY = frozenset(
-    {"numpy", "__array__", "__dlpack__", "data_ptr", "const_data_ptr", "mutable_data_ptr"}
+    (
+        *("numpy", "__array__", "__dlpack__", _INTERFACE),
+        *(*_POINTERS, *_STORAGES, *_PYTHON_LOOPS, *_DLPACK_FUNCTIONS),
+    )
 )
 """Methods through which the memory can also be written without being seen."""
 
-UNDISPATCHED_READS = MEMORY_GIVEN_AWAY | {"tolist"}
+_READS = (*MEMORY_GIVEN_AWAY, "tolist", "__repr__", "__format__", "item")
 
-_WATCHED = frozenset(getattr(torch.Tensor, name, None) for name in (*UNDISPATCHED_READS, "item"))
+# A property is watched by its getter.
+_WATCHED = {
+    getattr(found, "__get__", found) if name == _INTERFACE else found: name
+    for name in _READS
+    if (found := getattr(torch.Tensor, name, None)) is not None
+}
+
+# With a tensor of indices the split reads them on the host, and has no operator of its own.
+_SPLITS = (torch.tensor_split, torch.Tensor.tensor_split)
+_SPLIT_INDICES = "tensor_indices_or_sections"
 
 Report = Callable[[str, torch.Tensor], None]
 """Called with the name of the method and the tensor whose data Python has seen."""
@@ -50,15 +75,53 @@ class HostReadWatch(TorchFunctionMode):
         kwargs = kwargs or {}
         if types and any(issubclass(t, DeferredScalar) for t in types):
             return DeferredScalar.__torch_function__(func, types, args, kwargs)
-        if func in _WATCHED and args and isinstance(args[0], torch.Tensor):
-            tensor, name = args[0], func.__name__
-            if name == "item" and tensor.numel() == 1 and not tensor.is_complex():
-                scalar = DeferredScalar(tensor, self._report)
-                self._scalars.append(ref(scalar))
-                return scalar
-            if name in UNDISPATCHED_READS:
-                self._report(name, tensor)
+        name = _WATCHED.get(func)
+        if name == "item" and args[0].numel() == 1 and not args[0].is_complex():
+            scalar = DeferredScalar(args[0], self._report)
+            self._scalars.append(ref(scalar))
+            return scalar
+        if name is not None and name != "item":
+            self._report_all(name, (args, kwargs))
+        elif func in _SPLITS:
+            self._report_all("tensor_split", (args[1:], kwargs.get(_SPLIT_INDICES)))
         return func(*args, **kwargs)
+
+    def _report_all(self, name: str, arguments: Any) -> None:
+        for value in leaves(arguments):
+            if isinstance(value, torch.Tensor):
+                self._report(name, value)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Be active in the body, also for DLPack's functions, which no mode sees. One thread at a
+        time may do this.
+        """
+        tracing_thread = threading.get_ident()
+        # A module that is imported meanwhile may keep a wrapper for ever, but no memory through it.
+        reports = [self._report]
+
+        def watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+            def export(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+                if reports and threading.get_ident() == tracing_thread:
+                    with torch._C.DisableTorchFunction():
+                        reports[0](name, tensor)
+                return function(tensor, *args, **kwargs)
+
+            return export
+
+        places = [(torch._C, name, name) for name in _DLPACK_FUNCTIONS]
+        places += [(each, "to_dlpack", "_to_dlpack") for each in (torch, torch.utils.dlpack)]
+        before = [getattr(module, attribute) for module, attribute, _ in places]
+        # Not by `unittest.mock`: a cycle there would keep the memory of this trace alive.
+        for (module, attribute, name), function in zip(places, before, strict=True):
+            setattr(module, attribute, watched(name, function))
+        try:
+            with self:
+                yield
+        finally:
+            reports.clear()
+            for (module, attribute, _), function in zip(places, before, strict=True):
+                setattr(module, attribute, function)
 
 
 class DeferredScalar:

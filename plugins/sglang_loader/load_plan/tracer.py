@@ -13,7 +13,8 @@ What the mode cannot see is named or prevented:
   others are seen by `host_reads`.
 - Memory that the loader keeps for a later call, where the model does not reach it, and whose use
   would not be replayed: it is found alive after the load, and the plan is refused.
-- Threads and kernels that no mode can see: `verify.check_bucket` finds their writes.
+- Threads, kernels and C++ that no mode can see: `verify.check_bucket` finds their writes. What they
+  read to decide by is not found.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def _record(
     views = traced.layout.views(scratch)  # made here: the recorder does not see them made
     recorder = _DispatchRecorder(traced, scratch)
     watch = HostReadWatch(recorder.note_host_read)
-    with inline_thread_pools(), recorder, watch:
+    with inline_thread_pools(), recorder, watch.watching():
         load_weights(iter(views))
     if watch.has_live_scalars:
         raise PlanRefused("load_weights keeps a number that it has read from a tensor (item)")

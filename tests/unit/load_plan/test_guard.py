@@ -121,6 +121,49 @@ def test_the_probe_notices_modules_and_what_is_registered_later():
     assert probe.mismatch() == "1.scale is gone"
 
 
+def of_a_class(model):
+    class Loads(nn.Linear):
+        def load_weights(self, weights):
+            pass
+
+    model[1].__class__ = Loads
+    return lambda: setattr(Loads, "load_weights", lambda self, weights: None)
+
+
+def replace_loader(model):
+    model[0].weight.weight_loader = print
+    return lambda: setattr(model[0].weight, "weight_loader", repr)
+
+
+REPLACED = {
+    "0.weight.weight_loader": replace_loader,
+    "0.bias.weight_loader": lambda model: lambda: setattr(model[0].bias, "weight_loader", print),
+    "1.load_weights": lambda model: lambda: setattr(model[1], "load_weights", print),
+    "load_weights": lambda model: lambda: setattr(model, "load_weights", print),
+    "scale._weight_loader": lambda model: lambda: setattr(model.scale, "_weight_loader", print),
+    "Loads.load_weights": of_a_class,
+}
+
+
+@pytest.mark.parametrize("replaced", REPLACED)
+def test_the_probe_notices_another_function_that_loads(replaced):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model.register_buffer("scale", torch.ones(1))
+    replace = REPLACED[replaced](model)
+    probe = DestinationProbe(model, collect_destinations(model))
+    assert probe.mismatch() is None
+    replace()
+    assert probe.mismatch() == f"{replaced} was replaced"
+
+
+def test_a_bound_method_is_the_same_each_time_it_is_set():
+    model = nn.Linear(2, 2)
+    model.weight.weight_loader = model.extra_repr
+    probe = DestinationProbe(model, collect_destinations(model))
+    model.weight.weight_loader = model.extra_repr
+    assert probe.mismatch() is None
+
+
 def test_tied_and_viewed_tensors_are_one_destination():
     model = nn.Linear(4, 4)
     model.tied = model.weight

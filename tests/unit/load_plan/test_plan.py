@@ -1,6 +1,9 @@
 """Trace, compile, replay and refuse, on modules small enough to reason about byte by byte."""
 
+import ctypes
 import dataclasses
+import io
+import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -326,6 +329,12 @@ def test_what_copies_cannot_do_is_refused(done, reason):
     assert reason in refusal(doing(**done))
 
 
+class _InAutograd(torch.autograd.Function):
+    @staticmethod
+    def forward(context, tensor):
+        return ctypes.c_float.from_address(tensor.untyped_storage().data_ptr()).value
+
+
 @pytest.mark.parametrize(
     "look",
     [
@@ -341,6 +350,25 @@ def test_what_copies_cannot_do_is_refused(done, reason):
         lambda t: t.nonzero().shape,
         lambda t: t.data_ptr(),
         lambda t: f"{t[0, 0].item():.3f}",
+        repr,
+        lambda t: f"{t}",
+        lambda t: t.untyped_storage().data_ptr(),
+        lambda t: t.clone().untyped_storage()[0],
+        lambda t: t.untyped_storage().tolist(),
+        lambda t: t.storage()[0],
+        lambda t: pickle.dumps(t),
+        lambda t: torch.save(t.clone(), io.BytesIO()),
+        lambda t: t.clone().apply_(abs),
+        lambda t: t.clone().map_(torch.zeros(6, 8), max),
+        lambda t: torch.zeros(6, 8).map_(t, max),
+        lambda t: torch.zeros(6, 8).map2_(t * 2, t, max),
+        lambda t: torch.arange(4).tensor_split((t[0, :1] > 0).long()),
+        lambda t: torch.tensor_split(
+            torch.arange(4), tensor_indices_or_sections=(t[0, :1] > 0).long()
+        ),
+        lambda t: torch.utils.dlpack.to_dlpack(t),
+        lambda t: torch._C._to_dlpack_versioned(t.clone()),
+        lambda t: _InAutograd.apply(t),
     ],
 )
 def test_refuses_host_reads_of_sources(look):
@@ -350,6 +378,20 @@ def test_refuses_host_reads_of_sources(look):
             look(tensor)
 
     assert "Python reads the data of w" in refusal(load_one)
+
+
+def test_a_split_at_plain_numbers_is_a_view():
+    def load(model, w):
+        for target, part in zip(model.weight[:6].tensor_split(2), w.tensor_split(2), strict=True):
+            target.copy_(part)
+
+    assert assert_replays(doing(w=load)).num_rest == 0
+
+
+def test_watching_leaves_torch_as_it_was():
+    before = torch._C._to_dlpack, torch.to_dlpack, torch.utils.dlpack.to_dlpack
+    assert "Python reads" in refusal(doing(w=lambda _, w: torch.utils.dlpack.to_dlpack(w)))
+    assert (torch._C._to_dlpack, torch.to_dlpack, torch.utils.dlpack.to_dlpack) == before
 
 
 def test_refuses_a_loader_that_keeps_a_number():
