@@ -89,6 +89,25 @@ def test_what_lies_elsewhere_is_not_traced(pool):
             assert reason in str(said)
 
 
+def transpose():
+    """Why a weight is not traced that FSDP1 has flattened column by column."""
+    from unit import route_ranks
+
+    def transposed():
+        model = route_ranks._dense(False)
+        weight = model.model.layers[0].mlp.up_proj.weight
+        weight.data = weight.data.t().contiguous().t()
+        return model
+
+    with mock.patch.dict(route_ranks.MODELS, dense=transposed):
+        return traced("dense")[2]
+
+
+def test_a_weight_that_is_not_dense_is_not_traced(pool):
+    for reason in pool.run(transpose):
+        assert "FSDP1 has mlp.up_proj.weight of model.layers.0 elsewhere" in reason
+
+
 def replace_data():
     """Whether it is noticed that parameters have other data than FSDP1 has noted."""
     models = []
@@ -105,6 +124,100 @@ def replace_data():
 
 def test_other_data_than_fsdp1_has_noted_are_noticed(pool):
     assert set(pool.run(replace_data)) == {"a flat parameter has other data than FSDP1 has noted"}
+
+
+def another_norm(layer):
+    layer.input_layernorm = type(layer.input_layernorm)(24)
+
+
+def exchanged_norms(layer):
+    first, second = layer.input_layernorm, layer.post_attention_layernorm
+    layer.input_layernorm, layer.post_attention_layernorm = second, first
+
+
+def other_order(layer):
+    layer._modules["self_attn"] = layer._modules.pop("self_attn")
+
+
+def another_name(layer):
+    layer.renamed = layer.input_layernorm
+    del layer.input_layernorm
+
+
+CHANGES = {
+    "another module": (another_norm, "another module than model.layers.0.input_layernorm"),
+    "modules exchanged": (exchanged_norms, "another module than model.layers.0.input_layernorm"),
+    "another name": (another_name, "another module than model.layers.0.input_layernorm"),
+    "another order": (other_order, "model.layers.0.mlp.gate_proj is in another place"),
+    "a buffer more": (
+        lambda layer: layer.mlp.register_buffer("count", torch.ones(1)),
+        "FSDP1 keeps model.layers.0.mlp.count, a buffer,",
+    ),
+    "a parameter more": (
+        lambda layer: layer.mlp.register_parameter("extra", torch.nn.Parameter(torch.ones(1))),
+        "model.layers.0.mlp.extra, a parameter,",
+    ),
+    "a hook": (
+        lambda layer: layer.mlp.register_state_dict_post_hook(lambda *_: None),
+        "the state_dict of model.layers.0.mlp has a hook",
+    ),
+    "a hook before": (
+        lambda layer: layer.mlp.register_state_dict_pre_hook(lambda *_: None),
+        "the state_dict of model.layers.0.mlp has a hook",
+    ),
+    "a method": (
+        lambda layer: setattr(layer.mlp, "_save_to_state_dict", lambda *_: None),
+        "the state_dict of model.layers.0.mlp has a hook",
+    ),
+    "nothing that is saved": (
+        lambda layer: layer.mlp.register_buffer("cache", torch.ones(1), persistent=False),
+        None,
+    ),
+}
+
+
+def restructure(change):
+    """How it is noticed that a layer is not what FSDP1 has wrapped, and why that has no trace."""
+    models = []
+    export, source_map, _ = traced("dense", change=models.append)
+    source_map.current(export, source_map.traced)
+    layer = models[0].model.layers[0]._fsdp_wrapped_module
+    CHANGES[change][0](layer)
+    noticed = None
+    try:
+        source_map.current(export, source_map.traced)
+    except SourcesChanged as error:
+        noticed = str(error)
+    return noticed, source_map.trace(export)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_fsdp1_has_not_wrapped_is_noticed(pool, change):
+    reason = CHANGES[change][1]
+    for noticed, untraced in pool.run(restructure, change):
+        if reason is None:
+            assert noticed is untraced is None
+        else:
+            assert reason in noticed and reason in untraced
+
+
+def change_while_traced():
+    """Why the export has no trace while a rank's parameters change, and after that."""
+    original = flat_parameters._shard
+
+    def shard(handle):
+        if torch.distributed.get_rank() == 1:
+            raise SourcesChanged("moved at this moment")
+        return original(handle)
+
+    with mock.patch.object(flat_parameters, "_shard", shard):
+        export, source_map, reason = traced("dense")
+    return reason, source_map.off_reason, source_map.trace(export), source_map.off_reason
+
+
+def test_parameters_that_change_while_they_are_traced_are_traced_again(pool):
+    found = pool.run(change_while_traced)
+    assert found == [("rank 1: moved at this moment", None, None, None)] * WORLD_SIZE
 
 
 def average(engine, **_):

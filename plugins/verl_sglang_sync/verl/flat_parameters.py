@@ -3,12 +3,16 @@
 FSDP1 concatenates the parameters of each module that it wraps, such as a decoder layer, into a flat
 one, and cuts that into shards of equal length, one for each rank. An exported weight is a run of
 its bytes: in one shard, or in several that follow each other.
+
+An export starts from `state_dict`, which has more than FSDP1 knows of: a module that was put in the
+place of another, a parameter or a buffer that was registered later, and what a hook makes of all.
+So each time that the shards are listed the module must still be what FSDP1 has wrapped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import accumulate
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -42,7 +46,11 @@ class FlatParameters:
         self._module, self._model_type = module, model_type
 
     def __call__(self) -> Mapping[str, torch.Tensor]:
-        return {_label(name): _shard(handle) for name, handle in self._handles()}
+        """List the shards. Raises `SourcesChanged` if an export would have more than these."""
+        handles, problem = _wrapped_by_fsdp1(self._module)
+        if problem is not None:
+            raise SourcesChanged(problem)
+        return {_label(name): _shard(handle) for name, handle in handles}
 
     def trace(self, device: torch.device) -> TracedExport:
         """Trace what verl makes of the weights, but for gathering them, which communicates.
@@ -54,15 +62,16 @@ class FlatParameters:
         from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
         weights: dict[str, StandIn] = {}
-        if (buffer := next(_persistent_buffers(self._module), None)) is not None:
-            raise NotTraceable(f"FSDP1 keeps {buffer}, a buffer, outside its flat parameters")
-        for name, handle in self._handles():
+        handles, problem = _wrapped_by_fsdp1(self._module)
+        for name, handle in handles:
             if (place := _shard(handle).device).type != device.type:
                 raise NotTraceable(f"the parameters are offloaded ({place})")
             if handle._use_orig_params:  # what is assigned to them is not in the shards at once
                 raise NotTraceable("FSDP1 keeps the original parameters (use_orig_params=True)")
             for key, weight in _weights_in(name, handle).items():
                 weights[f"{name}.{key}" if name else key] = weight
+        if problem is not None:
+            raise NotTraceable(problem)
         named = {key: stand_in.tensor for key, stand_in in weights.items()}
         named = convert_weight_keys(named, self._module._fsdp_wrapped_module)
         export: Iterable[NamedTensor] = unfuse_moe_params(named.items(), self._model_type)
@@ -74,21 +83,78 @@ class FlatParameters:
             stand_ins=weights.values(),
         )
 
-    def _handles(self) -> Iterator[tuple[str, Any]]:
-        """What FSDP1 knows of each flat parameter, by the name of its module."""
-        for name, module in self._module.named_modules():
-            if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
-                yield clean_tensor_name(name), module._handle
-
 
 def _label(module: str) -> str:
     return module or "the root module"
 
 
-def _persistent_buffers(module: torch.nn.Module) -> Iterator[str]:
-    for name, part in module.named_modules():
+def _wrapped_by_fsdp1(root: FullyShardedDataParallel) -> tuple[list[tuple[str, Any]], str | None]:
+    """What FSDP1 knows of each flat parameter, by the name of its module, and what `state_dict`
+    would have beside these, or otherwise, in words, or None.
+    """
+    modules = {_path(name): part for name, part in root.named_modules(remove_duplicate=False)}
+    units = [(name, part) for name, part in root.named_modules() if _has_handle(part)]
+    handles = [(clean_tensor_name(name), part._handle) for name, part in units]
+    problems = chain(_replaced(modules, handles), _beside(root, handles))
+    return handles, next(problems, None)
+
+
+def _has_handle(module: torch.nn.Module) -> bool:
+    return isinstance(module, FullyShardedDataParallel) and module._handle is not None
+
+
+def _path(name: str) -> str:
+    """A module's name and a dot, the same for a module and for what FSDP1 has wrapped it in."""
+    return clean_tensor_name(f"{name}.") if name else ""
+
+
+def _beside(root: torch.nn.Module, handles: Sequence[tuple[str, Any]]) -> Iterator[str]:
+    """What `state_dict` has that is in no flat parameter."""
+    flat = {id(handle.flat_param) for _, handle in handles}
+    for name, part in root.named_modules():
         for buffer in part._buffers.keys() - part._non_persistent_buffers_set:
-            yield clean_tensor_name(f"{name}.{buffer}").lstrip(".")
+            found = _path(name) + buffer
+            yield f"FSDP1 keeps {found}, a buffer, outside its flat parameters"
+        for key, parameter in part._parameters.items():
+            if parameter is not None and id(parameter) not in flat:
+                yield f"FSDP1 has {_path(name)}{key}, a parameter, in no flat parameter"
+        hooks = (*part._state_dict_hooks.values(), *part._state_dict_pre_hooks.values())
+        others = [hook for hook in hooks if not _is_fsdps(hook)]
+        if others or not _OVERRIDES.isdisjoint(vars(part)):
+            yield f"the state_dict of {_label(_path(name).rstrip('.'))} has a hook"
+
+
+_OVERRIDES = frozenset(("state_dict", "_save_to_state_dict", "get_extra_state"))
+"""Methods that `state_dict` calls; one that a module has of its own is a hook, too."""
+
+
+def _is_fsdps(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
+
+
+def _replaced(
+    modules: Mapping[str, torch.nn.Module], handles: Sequence[tuple[str, Any]]
+) -> Iterator[str]:
+    """The modules that are not those, or not in the order, whose parameters FSDP1 has flattened.
+
+    Args:
+        modules: by path, in their order now.
+    """
+    places = {path: place for place, path in enumerate(modules)}
+    for unit, handle in handles:
+        flat, last = handle.flat_param, 0
+        for info in flat._param_infos:
+            path = _path(unit) + _path(info.module_name)
+            if modules.get(path) is not info.module:
+                yield f"FSDP1 has wrapped another module than {path.rstrip('.')}"
+            elif (place := places[path]) < last:
+                yield f"{path.rstrip('.')} is in another place than when FSDP1 has wrapped it"
+            else:
+                last = place
+        for tied in flat._shared_param_infos:
+            path = _path(unit) + _path(tied.module_name)
+            if modules.get(path) is not tied.module:
+                yield f"FSDP1 has wrapped another module than {path.rstrip('.')}"
 
 
 def _shard(handle: Any) -> torch.Tensor:
