@@ -45,6 +45,10 @@ class WeightSyncError(RuntimeError):
     """A sync failed; the engine's weights are partly overwritten and must not be used."""
 
 
+class ReplicasDiffer(WeightSyncError):
+    """The trainer's ranks hold different copies of one model; the message names them."""
+
+
 @dataclass(frozen=True)
 class Reason:
     """The reason against a fast way of a sync.
@@ -85,6 +89,11 @@ class TrainerGroup:
 
     This class is for a trainer of one rank, as in scripts; `TorchTrainerGroup` for many.
     """
+
+    @property
+    def replica_ranks(self) -> tuple[int, ...]:
+        """The ranks that share this rank's rollout replica."""
+        return (0,)
 
     def agree(
         self, failure: str | None = None, *, is_ready: bool = True, signature: object = None
@@ -141,6 +150,10 @@ class TorchTrainerGroup(TrainerGroup):
         self._number = 0
         self._is_at_beginning = True  # of a stage: no rank has answered another in it
         self._roll_call: Future[list[int]] | None = None
+
+    @property
+    def replica_ranks(self) -> tuple[int, ...]:
+        return tuple(self._tp_ranks)
 
     def gather(self, item: bytes) -> list[bytes] | None:
         items = self.all_gather(item)

@@ -72,6 +72,9 @@ class PullAndSend(Send):
         if self._pull.is_prepared:
             self._pull.note_proven()
 
+    def check_replicas(self, weights: Iterable[NamedTensor]) -> None:
+        self._pull.check_replicas(weights)
+
     def note_unmapped(self) -> None:
         super().note_unmapped()
         self._pull.note_unmapped()

@@ -312,6 +312,11 @@ class Route:
         self._num_syncs += 1
         self._num_short = self._distance = 0
 
+    def check_replicas(self, weights: Iterable[NamedTensor]) -> None:
+        """Raise `WeightSyncError` if one engine would be given parts of different copies of the
+        trainer's model; collective.
+        """
+
     def note_unmapped(self) -> None:
         """A session without this route has ended: engines have unmapped what only it needs."""
 

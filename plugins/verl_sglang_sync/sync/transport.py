@@ -35,6 +35,7 @@ from sglang_loader.common.session.messages import Loaded, PeerLost, Proof
 from verl_sglang_sync.collective import (
     RankLost,
     Reason,
+    ReplicasDiffer,
     TrainerGroup,
     WeightSyncError,
     holds_everywhere,
@@ -184,7 +185,7 @@ class SessionTransport:
         ranks, taken = RanksInStep(self._group), list[Route]()
         try:
             return self._once(task, ranks, routes, taken, proof_follows=proof_follows)
-        except RankLost:
+        except (RankLost, ReplicasDiffer):
             raise
         except WeightSyncError as error:
             if not self._may_repeat(task, ranks):
@@ -242,6 +243,8 @@ class SessionTransport:
         what the trainer has? If not, they do now, and no fast way is taken any more.
         """
         with task.report.stage("prove"):
+            for route in self._routes:
+                route.check_replicas(task.weights)
             outcome = self._attempt_proof(task)
         task.report.is_proven = not outcome.differing
         self._plan_proof(outcome.num_alike)

@@ -56,8 +56,9 @@ from verl_sglang_sync.routes.route import (
     SyncSource,
 )
 from verl_sglang_sync.sources.export import NamedTensor
-from verl_sglang_sync.sources.export_trace import NotTraceable
+from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport
 from verl_sglang_sync.sources.memory_blocks import Block, BlockNames, share_block
+from verl_sglang_sync.sources.replicas import check_replicas, differing_replicas
 from verl_sglang_sync.sources.snapshot import (
     SourcesChanged,
     SourcesSnapshot,
@@ -95,6 +96,8 @@ class Pull(Route):
                 warn_once(f"weight sync: full export for this sync: {reason}")
             if reason is not None:
                 return None
+        if self.state is RouteState.PROVEN and not self._num_syncs:
+            self.check_replicas(weights)  # an optimizer has stepped since the proof
         assert self._located is not None, "no reason, so it was located"
         # The trainer cannot free what an engine has mapped, and must where it offloads parameters:
         # the engines keep blocks mapped only if the sync before read the same ones.
@@ -193,6 +196,8 @@ class Pull(Route):
         if comparison is None or not self._source_map.is_current(comparison, sync.weights):
             comparison = self._source_map.begin_comparison(sync.weights)
             new_export = sync.weights if comparison.traced is not None else ()
+        if comparison.traced is not None:
+            self._check_replicas(comparison.traced, comparison.now)
 
         def finish() -> Reason | None:
             for pair in new_export:
@@ -201,6 +206,27 @@ class Pull(Route):
 
         problem, failed = result_or_reason(finish)
         return problem or failed
+
+    def check_replicas(self, weights: Iterable[NamedTensor]) -> None:
+        if self._plan is not None and self.is_prepared:
+            traced = self._plan.traced
+            now, reason = result_or_reason(
+                lambda: self._source_map.current(weights, traced), passing=(SourcesChanged,)
+            )
+            if common_reason(self._group, reason) is None and now is not None:
+                self._check_replicas(traced, now)
+
+    def _check_replicas(self, traced: TracedExport, now: Mapping[str, torch.Tensor]) -> None:
+        """Raise `WeightSyncError` if the TP ranks of an engine would hold parts of different
+        models; collective.
+        """
+        difference = differing_replicas(traced, now, self._group, self._device)
+        numbers = [self._first_reader + reader for reader in self._own_readers]
+        replicas: list[object] = [reader.replica for reader in self._readers()]
+        if self._is_colocated:
+            replicas = [self._group.replica_ranks for _ in numbers]
+        readers = list(zip(replicas, numbers, strict=True))
+        check_replicas(difference, readers, self._group)
 
     def _plan_reads(self) -> Reason | None:
         """Find the buckets' bytes in the shards, unless the plan holds; why some are not there."""

@@ -1,0 +1,87 @@
+"""Trainer ranks whose copies of a parameter differ are named: real FSDP1 and FSDP2, gloo."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from unit.route_ranks import export_of, sharded
+from unit.trainer_ranks import WORLD_SIZE, trainer_group
+from verl_sglang_sync.collective import WeightSyncError
+from verl_sglang_sync.sources.replicas import check_replicas, differing_replicas
+
+CPU = torch.device("cpu")
+
+
+def compare(rows, drifting, tp):
+    """How the ranks' copies differ before and after some of them train alone, and whether that is
+    an error.
+
+    Args:
+        rows: of the mesh: replicas of the model.
+        drifting: ranks that train one parameter otherwise.
+    """
+    from verl_sglang_sync.sources.source_map import SourceMap
+
+    group = trainer_group(tp)[0]
+    mesh = init_device_mesh("cpu", (rows, WORLD_SIZE // rows) if rows > 1 else (WORLD_SIZE,))
+    options = {}
+    if rows > 1:
+        from torch.distributed.fsdp import ShardingStrategy
+
+        options["sharding_strategy"] = ShardingStrategy.HYBRID_SHARD
+    with mock.patch("unit.route_ranks.init_device_mesh", lambda *_: mesh):
+        model = sharded("dense", strategy="fsdp1", **options)
+    export, source_map = export_of(model), SourceMap(group, CPU)
+    assert source_map.trace(export) is None
+    traced = source_map.traced
+
+    def difference():
+        return differing_replicas(traced, source_map.current(export, traced), group, CPU)
+
+    before = difference()
+    if dist.get_rank() in drifting:
+        with torch.no_grad():
+            list(model.parameters())[1].view(-1)[-1] += 1
+    after, error = difference(), None
+    try:
+        check_replicas(after, [(group.replica_ranks, dist.get_rank())], group)
+    except WeightSyncError as raised:
+        error = str(raised)
+    return before, after and str(after), error
+
+
+@pytest.mark.parametrize(
+    ("rows", "drifting", "tp", "found", "is_error"),
+    [
+        (1, [2], 2, None, False),  # each byte is on one rank alone: nothing to compare
+        (4, [], 2, None, False),
+        (4, [3], 2, "model.layers.0 has other values on ranks 0, 1, 2 than on ranks 3", True),
+        (4, [2, 3], 2, "model.layers.0 has other values on ranks 0, 1 than on ranks 2, 3", False),
+        (2, [3], 2, "model.layers.0 has other values on ranks 1 than on ranks 3", False),
+    ],
+)
+def test_copies_that_drifted_apart_are_named(pool, rows, drifting, tp, found, is_error):
+    answers = pool.run(compare, rows, drifting, tp)
+    assert len(set(answers)) == 1, "the same on every rank"
+    before, after, error = answers[0]
+    assert before is None and after == found
+    assert (error is not None) == is_error
+    if is_error:
+        assert found in error and "TP ranks of one engine" in error and "fsdp_size=-1" in error
+
+
+def compare_failing():
+    """What is found where one rank cannot take the digests."""
+    failing = "verl_sglang_sync.sources.replicas.digests"
+    error = torch.OutOfMemoryError("no memory") if dist.get_rank() == 1 else None
+    if error is None:
+        return compare(4, [3], 2)[1]
+    with mock.patch(failing, side_effect=error):
+        return compare(4, [3], 2)[1]
+
+
+def test_a_rank_that_cannot_compare_leaves_no_rank_waiting(pool):
+    assert pool.run(compare_failing) == [None] * WORLD_SIZE
