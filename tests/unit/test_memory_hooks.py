@@ -290,6 +290,22 @@ def test_weights_that_came_back_whole_may_be_served_without_a_sync(updater, gate
     assert gate.reason is None
 
 
+def test_the_cache_is_not_resumed_over_weights_that_no_sync_has_brought(updater, gate):
+    covered_engine(updater)
+    release(updater, "kv_cache", "weights")
+    resume(updater, "weights")
+    backup = backup_of(model_of(updater))
+    assert backup.stale
+    text = refusal(resume(updater, "kv_cache"))
+    assert (
+        text == f"TP rank 0: resume of ['kv_cache'] refused: {backup.stale}; sync the weights first"
+    )
+    assert updater.offload_tags == updater.memory_saver_adapter.paused == {"kv_cache"}
+    assert update(updater).success
+    assert refusal(resume(updater, "kv_cache")) is None
+    assert (updater.offload_tags, gate.reason) == (set(), None)
+
+
 def test_other_servers_are_left_alone(updater):
     updater.tp_worker.server_args.custom_weight_loader = ["somebody.elses"]
     calls = []

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from verl_sglang_sync.sources.snapshot import (
     NUM_TOGETHER,
@@ -103,3 +104,33 @@ def test_no_storage_gets_the_identity_of_a_freed_one_in_a_snapshot(is_taken):
         num_reused += torch.ones(1000).untyped_storage()._cdata == identity
         del snapshot
     assert (num_reused == 0) == is_taken, "without the reference it is reused"
+
+
+def _sharded(placement, mesh=None, shape=(4, 4)):
+    """A tensor whose local part is the same in all cases."""
+    mesh = mesh or init_device_mesh("cpu", (1,))
+    placements = [placement] * mesh.ndim
+    stride = (shape[1], 1)
+    return DTensor.from_local(
+        LOCAL, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+
+
+LOCAL = torch.ones(4, 4)
+
+OTHERS = {
+    "placement": lambda: _sharded(Replicate()),
+    "another dimension": lambda: _sharded(Shard(1)),
+    "mesh": lambda: _sharded(Shard(0), init_device_mesh("cpu", (1, 1))),
+    "whole shape": lambda: _sharded(Shard(0), shape=(8, 4)),
+    "not sharded": lambda: LOCAL,
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("with_addresses", [True, False])
+def test_the_same_memory_sharded_otherwise_is_noticed(other, with_addresses):
+    snapshot = SourcesSnapshot({"weight": _sharded(Shard(0))}, with_addresses=with_addresses)
+    snapshot.require_unchanged({"weight": _sharded(Shard(0))})
+    with pytest.raises(SourcesChanged, match="weight"):
+        snapshot.require_unchanged({"weight": OTHERS[other]()})
