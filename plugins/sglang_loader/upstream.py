@@ -226,6 +226,12 @@ def is_ours(server_args: Any) -> bool:
     return SESSION_FORMAT in (server_args.custom_weight_loader or ())
 
 
+def starts_random(server_args: Any = None) -> bool:
+    """True if a server, by default this process's, was launched with random weights."""
+    load_format = (launch_arguments() if server_args is None else server_args).load_format
+    return getattr(load_format, "value", load_format) == "dummy"
+
+
 def engine_context(model: Any) -> dict[str, object]:
     """Plain values on which a load plan depends and that may change while the engine lives: a plan
     made with other values would be silently wrong. The expert map changes when EPLB rebalances.

@@ -29,6 +29,9 @@ RENAMED_LAYERS = {"nemotron-h": "sglang: ValueError: layers_block_type contains 
 SGLang's own configuration class does not take.
 """
 
+WITHOUT_EXPERTS = {"llama4-text"}
+"""SGLang's loader of the class drops all experts of every checkpoint."""
+
 _proved = {}
 _not_built = {}
 
@@ -55,7 +58,9 @@ def test_a_complete_checkpoint_fits(built, uses_plan):
     assert verdict == Verdict()
     blind = check(built.model, specs, published=None, uses_plan=uses_plan)
     assert blind.not_checked is None
-    assert blind.fits, blind
+    assert blind.fits is (built.name not in WITHOUT_EXPERTS), blind
+    random = check(built.model, specs, published=specs, uses_plan=uses_plan, starts_random=True)
+    assert random.fits is (built.name not in WITHOUT_EXPERTS), random
     half = check(built.model, specs[::2], published=None, uses_plan=uses_plan)
     assert half.missing or half.doubtful or half.mismatched
 

@@ -11,9 +11,15 @@ import pytest
 import torch
 
 from contract.tiny_architecture_cases import case_named
-from contract.tiny_architectures import Ranks, prepare_process, stop_process_groups
+from contract.tiny_architectures import (
+    Ranks,
+    build_model,
+    prepare_process,
+    save_checkpoint,
+    stop_process_groups,
+)
 from contract.tiny_engine import TinyEngine
-from contract.weight_check_proof import check, layout_of
+from contract.weight_check_proof import check, layout_of, specs_of
 from sglang_loader.session.findings import Verdict
 from sglang_loader.session.weight_check import cached_verdict
 
@@ -23,18 +29,23 @@ MAX_SUSPECTS = 3
 """Tensors that are named at an error: DeepSeek fuses two, and has a third in hand."""
 
 
-@pytest.fixture(
-    scope="module", params=("qwen2-tied", "phi3", "qwen3-moe", "deepseek-v3", "qwen2_5-vl")
-)
-def engine(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("checkpoint")
-    yield TinyEngine(case_named(request.param), folder, Ranks(folder / "rendezvous"))
+@pytest.fixture(scope="module")
+def rendezvous(tmp_path_factory):
+    yield tmp_path_factory.mktemp("ranks") / "rendezvous"
     stop_process_groups()
 
 
-def verdict(engine, specs, *, blind=False):
+@pytest.fixture(
+    scope="module", params=("qwen2-tied", "phi3", "qwen3-moe", "deepseek-v3", "qwen2_5-vl")
+)
+def engine(request, rendezvous, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    return TinyEngine(case_named(request.param), folder, Ranks(rendezvous))
+
+
+def verdict(engine, specs, *, blind=False, **more):
     """Of a sync of such tensors; `blind`: the engine has no published checkpoint to look at."""
-    return check(engine.model, specs, published=None if blind else engine.specs)
+    return check(engine.model, specs, published=None if blind else engine.specs, **more)
 
 
 def each(engine):
@@ -115,3 +126,47 @@ def test_a_tied_head_may_come_under_both_names(engine):
         pytest.skip("not tied")
     embedding = next(spec for spec in engine.specs if spec[0].endswith("embed_tokens.weight"))
     assert verdict(engine, [*engine.specs, ("lm_head.weight", *embedding[1:])]).fits
+
+
+def test_after_random_weights_a_tensor_missing_in_all_layers_is_refused(engine):
+    """Other layers tell nothing then, and a published checkpoint may not be readable."""
+    patterns = {re.sub(r"\d+", "*", name) for name, _, _ in engine.specs}
+    for pattern in patterns:
+        specs = [spec for spec in engine.specs if re.sub(r"\d+", "*", spec[0]) != pattern]
+        for blind in (False, True):
+            found = verdict(engine, specs, blind=blind, starts_random=True)
+            assert found.missing, (pattern, blind)
+    for blind in (False, True):
+        assert verdict(engine, engine.specs, blind=blind, starts_random=True) == Verdict()
+
+
+MISNAMED = {  # what transformers 5 renames
+    "mixtral": {
+        "block_sparse_moe.": "mlp.",
+        ".w1.": ".gate_proj.",
+        ".w2.": ".down_proj.",
+        ".w3.": ".up_proj.",
+    },
+    "minimax-m2": {"block_sparse_moe.": "mlp."},
+    "lfm2-moe": {".feed_forward.experts.": ".feed_forward.fused_experts."},
+    "nemotron-h": {"backbone.embeddings.": "model.embeddings_of_another_name."},
+    "qwen2-tied": {".mlp.gate_proj.": ".mlp.other."},
+}
+
+
+@pytest.mark.parametrize("name", MISNAMED)
+def test_names_that_no_layer_takes_are_refused_without_a_checkpoint(name, rendezvous, tmp_path):
+    """The model drops them, and keeps what it was built with."""
+    case = case_named(name)
+    published = specs_of(save_checkpoint(case, tmp_path))
+    model = build_model(case, tmp_path, Ranks(rendezvous))
+    specs = published
+    for old, new in MISNAMED[name].items():
+        specs = [(tensor.replace(old, new), *rest) for tensor, *rest in specs]
+    renamed = {name for name, _, _ in specs} - {name for name, _, _ in published}
+    assert renamed
+    for blind in (True, False):
+        found = check(model, specs, published=None if blind else published)
+        named = names_in(found.unexpected or found.mismatched)
+        assert renamed & set(named), found
+        assert found.missing or found.mismatched, found

@@ -281,7 +281,13 @@ CASES = (
         num_kv_shared_layers=0,
         layer_types=["sliding_attention", "full_attention"],
     ),
-    _text("nemotron-h", "NemotronH", _HEAD, _NEMOTRON),
+    _text(
+        "nemotron-h",
+        "NemotronH",
+        _HEAD,
+        _NEMOTRON,
+        renamed=((r"^backbone\.embedding\.", "backbone.embeddings."),),
+    ),
     _text("solar-open", "SolarOpen", _ROUTED_MOE, _HEAD, n_shared_experts=1),
     _vision("qwen3_5", "Qwen3_5", {**_PARTIAL_ROPE, **_LINEAR, **_HEAD}, _QWEN3_VISION),
     _vision("glm4v-moe", "Glm4vMoe", {**_PARTIAL_ROPE, **_SHARED_MOE, **_HEAD}, _GLM_VISION),
@@ -304,6 +310,7 @@ CASES = (
         "Lfm2Vl",
         {**_CONV, "model_type": "lfm2"},
         {"model_type": "siglip2_vision_model", **_SIGLIP, "num_patches": 16},
+        renamed=((r"\.vision_tower\.", ".vision_tower.vision_model."),),
     ),
     _vision("paddleocr-vl", "PaddleOCRVL", {**_ROPE, **_HEAD}, _SIGLIP),
 )

@@ -1,9 +1,12 @@
 """The check of one rank, as the tests of tiny architectures call it."""
 
+from unittest.mock import patch
+
 import torch
 
 from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.layout import BucketLayout, BucketTensor
+from sglang_loader.session import weight_check
 from sglang_loader.session.findings import Verdict
 from sglang_loader.session.model_loader import loader_of
 from sglang_loader.session.weight_check import judge_together, view_of_sync
@@ -20,25 +23,36 @@ def _alone(item):
     return [item]
 
 
-def check(model, specs, *, published, gather=_alone, uses_plan=False):
-    """The verdict on a sync that loads zeros; what `load_weights` itself refuses counts as
-    mismatched. By default for an engine of one rank.
+def check(
+    model, specs, *, published, gather=_alone, uses_plan=False, starts_random=False, values=None
+):
+    """The verdict on a sync; what `load_weights` itself refuses counts as mismatched. By default
+    for an engine of one rank, launched with weights of its own, that loads zeros.
+
+    Args:
+        values: by name, what is loaded instead of zeros.
     """
     by_name = None
     if published is not None:
         by_name = {name: BucketTensor(name, shape, dtype, 0) for name, dtype, shape in published}
     layout = layout_of(specs)
-    refused = gather(_load_zeros(model, layout, uses_plan))
+    refused = gather(_load(model, layout, uses_plan, values or {}))
     if named := list(dict.fromkeys(name for names in refused for name in names)):
         return Verdict(mismatched=tuple(named))
-    return judge_together(view_of_sync([layout], [model], lambda: by_name), gather)
+    with patch.object(weight_check, "starts_random", lambda: starts_random):
+        view = view_of_sync([layout], [model], lambda: by_name)
+    return judge_together(view, gather)
 
 
-def _load_zeros(model, layout, uses_plan):
+def _load(model, layout, uses_plan, values):
     """What `load_weights` refuses, as its error names it."""
     loader = loader_of(model)
     loader.start(engine_context(model), uses_plan=uses_plan)
-    source = BucketSource.flat(torch.zeros(layout.nbytes, dtype=torch.uint8))
+    buffer = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    for name, tensor in layout.views(buffer):
+        if name in values:
+            tensor.copy_(values[name])
+    source = BucketSource.flat(buffer)
     try:
         loader.load(0, layout, source)
     except Exception as error:

@@ -2,15 +2,19 @@
 
 import json
 import struct
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub import snapshot_download
 
 from sglang_loader.common.check_remarks import remarks_in, with_remarks
 from sglang_loader.common.layout import BucketTensor
 from sglang_loader.common.regions.geometry import Region
+from sglang_loader.session import weight_check
 from sglang_loader.session.findings import RankView, Verdict, judge
-from sglang_loader.session.weight_check import published_tensors
+from sglang_loader.session.weight_check import published_tensors, served_checkpoint
 
 
 def test_a_remark_comes_back_though_sglang_adds_words_of_its_own():
@@ -59,6 +63,56 @@ def test_the_headers_of_a_checkpoint(tmp_path):
     assert published_tensors(tmp_path) is None
 
 
+def test_the_tensors_of_a_pytorch_checkpoint(tmp_path):
+    a = BucketTensor("a", (2, 3), torch.bfloat16, 0)
+    b = BucketTensor("b", (), torch.float32, 0)
+    torch.save({"optimizer": torch.zeros(3)}, tmp_path / "optimizer.bin")
+    assert published_tensors(tmp_path) is None
+    torch.save({"a": torch.zeros(2, 3, dtype=torch.bfloat16)}, tmp_path / "pytorch_model-1.bin")
+    torch.save({"b": torch.zeros(())}, tmp_path / "pytorch_model-2.bin")
+    assert published_tensors(tmp_path) == {"a": a, "b": b}
+    index = tmp_path / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": {"b": "pytorch_model-2.bin"}}))
+    assert published_tensors(tmp_path) == {"b": b}
+    (tmp_path / "pytorch_model-2.bin").write_bytes(b"not a checkpoint")
+    assert published_tensors(tmp_path) is None
+    save(
+        tmp_path / "one.safetensors",
+        {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}},
+        4,
+    )
+    assert published_tensors(tmp_path) == {"a": BucketTensor("a", (1,), torch.float32, 0)}
+
+
+def test_a_pytorch_checkpoint_runs_no_code(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return (exec, (f"open({str(tmp_path / 'ran')!r}, 'w')",))
+
+    torch.save({"a": Evil()}, tmp_path / "pytorch_model.bin")
+    assert published_tensors(tmp_path) is None
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_model_of_the_hub_is_read_from_the_cache(tmp_path, monkeypatch):
+    snapshot = tmp_path / "models--some--name" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    refs = tmp_path / "models--some--name" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("0" * 40)
+    monkeypatch.setattr(
+        weight_check, "snapshot_download", partial(snapshot_download, cache_dir=tmp_path)
+    )
+    arguments = SimpleNamespace(model_path="some/name", revision=None)
+    monkeypatch.setattr(weight_check, "launch_arguments", lambda: arguments)
+    assert served_checkpoint() is None
+    torch.save({"b": torch.zeros(())}, snapshot / "pytorch_model.bin")
+    assert served_checkpoint() == {"b": BucketTensor("b", (), torch.float32, 0)}
+    for other in ("some/other", "/no/such/folder", "a/b/c"):
+        arguments.model_path = other
+        assert served_checkpoint() is None
+
+
 TENSOR = BucketTensor("w", (8, 4), torch.float32, 0)
 
 
@@ -101,3 +155,30 @@ def test_what_the_published_checkpoint_has_is_never_unexpected():
     head = BucketTensor("lm_head.weight", (8, 4), torch.float32, 0)
     assert judge([embedding, head], unused, {}).fits
     assert not judge([head], unused, {}).fits
+
+
+GAP = "model.layers.0.mlp.experts.w2_weight (engine)"
+EXPERT = BucketTensor("model.layers.0.mlp.experts.down_proj", (8, 4), torch.float32, 0)
+
+
+@pytest.mark.parametrize(
+    ("published", "unused", "gap", "fits"),
+    (
+        (None, ["w"], None, True),
+        (None, [], GAP, True),
+        (None, ["w"], GAP, False),
+        ("all", ["w"], GAP, True),
+        ("all", [EXPERT.name], GAP, False),
+        ("all", [EXPERT.name], None, True),
+    ),
+)
+def test_a_dropped_tensor_beside_an_unwritten_parameter_is_refused(published, unused, gap, fits):
+    """Beside: in its module, if the published checkpoint has the tensor."""
+    known = published and {tensor.name: tensor for tensor in (TENSOR, EXPERT)}
+    view = RankView(unused=frozenset(unused), doubtful=(gap,) if gap else ())
+    verdict = judge([TENSOR, EXPERT], [view], known)
+    assert verdict.fits is fits
+    assert set(verdict.unexpected) == set(() if fits else unused)
+    assert verdict.missing == (() if fits else (gap,))
+    # Another rank that uses the tensor shows that the model takes it.
+    assert judge([TENSOR, EXPERT], [view, RankView()], known).fits

@@ -6,7 +6,7 @@ alone. So each rank makes a `RankView` of its own loads, and `judge` combines al
 is unexpected if no rank uses it, and its bytes are read if any rank reads them.
 
 The model's published checkpoint tells what is normal: a tensor that it has in the same shape is
-never unexpected.
+unexpected only if no rank uses it and a parameter of its module stays unwritten.
 """
 
 from __future__ import annotations
@@ -157,25 +157,39 @@ def _used(uses: Sequence[BucketUses]) -> Iterator[tuple[BucketTensor, TensorUse]
 
 
 def missing_tensors(
-    uses: Sequence[BucketUses], destinations: Destinations, published: PublishedTensors | None
+    uses: Sequence[BucketUses],
+    destinations: Destinations,
+    published: PublishedTensors | None,
+    *,
+    starts_random: bool = False,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The weights (surely missing, perhaps missing) from a sync that left parameters unwritten.
 
     They are the published checkpoint's tensors that were not sent and belong to the same module as
     such a parameter. Without any, the parameters themselves are named: as surely missing if the
     same parameter of another layer or expert was written.
+
+    Args:
+        starts_random: the engine was launched with random weights. An unwritten parameter is then
+            surely missing, unless the sync has brought the whole published checkpoint. In that case
+            the parameter is perhaps missing.
     """
     unsent: list[str] = []
     if published is not None:
         sent = {tensor.name for bucket in uses for tensor in bucket.layout.tensors}
         unsent = [name for name in published if name not in sent]
-        if not unsent:
+        if not unsent and not starts_random:
             return (), ()
     written = _written(uses, destinations)
     gaps = [name for name, is_written in written.items() if not is_written]
+    if starts_random and published is not None and not unsent:
+        # `load_weights` writes none of these from the published checkpoint either.
+        return (), tuple(f"{name} (engine)" for name in gaps)
     modules = {_module(name) for name in gaps}
     if named := tuple(name for name in unsent if not modules.isdisjoint(_modules_above(name))):
         return named, ()
+    if starts_random:
+        return tuple(f"{name} (engine)" for name in gaps), ()
     in_other_layers = {_pattern(name) for name, is_written in written.items() if is_written}
     surely = tuple(f"{name} (engine)" for name in gaps if _pattern(name) in in_other_layers)
     perhaps = tuple(f"{name} (engine)" for name in gaps if _pattern(name) not in in_other_layers)
@@ -232,24 +246,38 @@ def judge(
     embeddings = {each.shape for each in tensors if each.name.endswith(_EMBEDDING)}
     mismatched: list[str] = []
     unexpected: list[str] = []
-    doubtful: list[str] = []
+    dropped: list[str] = []  # though the published checkpoint has them
     for tensor in tensors:
         name = tensor.name
         expected = published.get(name) if published is not None else None
         is_normal = expected is not None and _is_normal(tensor, expected)
         if all(name in view.unused for view in views):
-            if expected is None and not _may_be_dropped(tensor, embeddings):
-                (doubtful if published is None else unexpected).append(name)
-            elif expected is not None and not is_normal:
+            if not _may_be_dropped(tensor, embeddings):
+                (unexpected if expected is None else dropped).append(name)
+            if expected is not None and not is_normal:
                 mismatched.append(_described(tensor, "not used like this", expected))
         elif not is_normal and (reason := _mismatch(tensor, views, expected)):
             mismatched.append(_described(tensor, reason, expected))
+    missing = _union(view.missing for view in views)
+    gaps = _union(view.doubtful for view in views)
+    # A model may drop some tensors of its checkpoint. But a dropped tensor beside a parameter that
+    # nothing has written is most likely that parameter's, under a name that the loader lacks.
+    if unexpected and published is None and not (missing or gaps):
+        return Verdict(mismatched=tuple(mismatched), doubtful=tuple(unexpected))
+    if unexpected:
+        missing, gaps = (*missing, *gaps), ()
+    elif beside := _in_modules_of(gaps, dropped):
+        unexpected = [name for name in dropped if _in_modules_of(beside, [name])]
+        missing, gaps = (*missing, *beside), tuple(gap for gap in gaps if gap not in beside)
     return Verdict(
-        unexpected=tuple(unexpected),
-        mismatched=tuple(mismatched),
-        missing=_union(view.missing for view in views),
-        doubtful=(*doubtful, *_union(view.doubtful for view in views)),
+        unexpected=tuple(unexpected), mismatched=tuple(mismatched), missing=missing, doubtful=gaps
     )
+
+
+def _in_modules_of(parameters: Iterable[str], tensors: Iterable[str]) -> tuple[str, ...]:
+    """The parameters in whose modules one of the tensors lies."""
+    modules = {module for name in tensors for module in _modules_above(name)}
+    return tuple(name for name in parameters if _module(name) in modules)
 
 
 def _is_normal(tensor: BucketTensor, expected: BucketTensor) -> bool:

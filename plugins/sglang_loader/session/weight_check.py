@@ -8,7 +8,8 @@ a tensor is absent. So before a sync is published each TP rank looks at the uses
     verdict = judge_together(view, gather)      # all ranks
 
 The headers of its published checkpoint's files, a few kilobytes each, tell what is normal for the
-model: tensors that SGLang drops, parameters that no checkpoint has.
+model: tensors that SGLang drops, parameters that no checkpoint has. Read are safetensors files and
+what `torch.save` wrote, in the folder or in the hub's cache on this host.
 
 A verdict is kept with its set of tensors, for as long as the engine's ranks, expert map and
 quantisation stay as they are (`cached_verdict`).
@@ -18,13 +19,16 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 
 from sglang_loader.common.layout import BucketLayout, BucketTensor
@@ -39,7 +43,7 @@ from sglang_loader.session.findings import (
     view_of_quantised,
 )
 from sglang_loader.session.model_loader import loader_of
-from sglang_loader.upstream import engine_context, launch_arguments
+from sglang_loader.upstream import engine_context, launch_arguments, starts_random
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +80,23 @@ def cached_verdict(layouts: Sequence[BucketLayout], model: Any) -> Verdict | Non
 
 def served_checkpoint() -> PublishedTensors | None:
     """The checkpoint that this engine was launched with; None if its files cannot be read."""
-    return published_tensors(launch_arguments().model_path)
+    arguments = launch_arguments()
+    folder = Path(arguments.model_path)
+    return published_tensors(folder if folder.is_dir() else _cached_snapshot(arguments))
+
+
+def _cached_snapshot(arguments: Any) -> Path:
+    """The folder of a model of the hub on this host; a folder that does not exist if there is none.
+
+    An engine with random weights has downloaded no file of weights, but a trainer beside it has.
+    """
+    try:
+        found = snapshot_download(
+            arguments.model_path, revision=arguments.revision, local_files_only=True
+        )
+    except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError):
+        return Path(arguments.model_path)
+    return Path(found)
 
 
 @dataclass(frozen=True)
@@ -133,7 +153,9 @@ def _view(
     try:
         view = view_of(uses)
         if is_target:
-            missing, doubtful = missing_tensors(uses, collect_destinations(model), published)
+            missing, doubtful = missing_tensors(
+                uses, collect_destinations(model), published, starts_random=starts_random()
+            )
             view = replace(view, missing=missing, doubtful=doubtful)
         return view
     except Exception as error:
@@ -142,30 +164,50 @@ def _view(
 
 
 def published_tensors(folder: str | Path) -> PublishedTensors | None:
-    """All tensors of the safetensors files in `folder`, by name.
+    """All tensors of the checkpoint in `folder`, by name: of its safetensors files, else of its
+    `pytorch_model*.bin`.
 
     Returns:
         None where there is no such checkpoint: no folder (a name on the hub), other file formats,
         a dtype that is not known here, or files that do not follow the format.
     """
-    found: dict[str, BucketTensor] = {}
-    try:
-        for file in _files(Path(folder)):
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118
-                    tensor = tensors.get_slice(name)
-                    dtype, shape = _DTYPES[tensor.get_dtype()], tuple(tensor.get_shape())
-                    found[name] = BucketTensor(name, shape, dtype, 0)
-    except (OSError, KeyError, SafetensorError):
-        return None
-    return found or None
+    for suffix, read in ((".safetensors", _read_safetensors), (".bin", _read_pickled)):
+        found: dict[str, BucketTensor] = {}
+        try:
+            for file in _files(Path(folder), suffix):
+                found.update({tensor.name: tensor for tensor in read(file)})
+        except (OSError, KeyError, RuntimeError, SafetensorError, UnpicklingError, AttributeError):
+            continue
+        if found:
+            return found
+    return None
 
 
-def _files(folder: Path) -> list[Path]:
+def _read_safetensors(file: Path) -> Iterator[BucketTensor]:
+    with safe_open(file, framework="pt") as tensors:
+        for name in tensors.keys():  # noqa: SIM118
+            tensor = tensors.get_slice(name)
+            dtype, shape = _DTYPES[tensor.get_dtype()], tuple(tensor.get_shape())
+            yield BucketTensor(name, shape, dtype, 0)
+
+
+def _read_pickled(file: Path) -> Iterator[BucketTensor]:
+    # No data is read: the tensors are on the meta device. No code in the file is executed.
+    saved = torch.load(file, map_location="meta", mmap=True, weights_only=True)
+    for name, tensor in saved.items():
+        yield BucketTensor(name, tuple(tensor.shape), tensor.dtype, 0)
+
+
+_STEMS = {".safetensors": "model", ".bin": "pytorch_model"}
+
+
+def _files(folder: Path, suffix: str) -> list[Path]:
     """The files that the index names, if any: a folder may hold a second copy of the weights."""
-    index = folder / "model.safetensors.index.json"
+    stem = _STEMS[suffix]
+    index = folder / f"{stem}{suffix}.index.json"
     try:
         named = json.loads(index.read_text())["weight_map"].values()
     except (OSError, ValueError, KeyError, AttributeError):
-        return sorted(folder.glob("*.safetensors"))
+        # Other .bin files may be anything: an optimizer's state, a training's arguments.
+        return sorted(folder.glob(f"{stem}*{suffix}" if suffix == ".bin" else f"*{suffix}"))
     return sorted(folder / name for name in set(named))
