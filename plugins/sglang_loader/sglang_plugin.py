@@ -36,6 +36,7 @@ def activate() -> None:
         for target, hook in (
             (f"{_UPDATER}.update_weights_from_tensor", weights.update_on_all_ranks),
             (f"{_UPDATER}.update_weights_from_distributed", update_groups.refuse_in_our_groups),
+            (f"{_UPDATER}.update_weights_from_disk", request_gate.note_other_update),
             (f"{groups_of}.init_weights_update_group", update_groups.join_group),
             (f"{groups_of}.destroy_weights_update_group", update_groups.leave_group),
             (f"{_UPDATER}.release_memory_occupation", memory.release_tags),

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
+from uuid import uuid4
 
 import msgspec
 import torch
@@ -54,6 +55,54 @@ def is_health_probe(request: Any) -> bool:
     from sglang.srt.managers.utils import is_health_check_generate_req
 
     return bool(is_health_check_generate_req(request))
+
+
+WARM_UP_PREFIX = "verl-sglang-sync-warm-up-"
+
+
+def is_warm_up(request: Any) -> bool:
+    """True for a request of SGLang's own warm-up, which `mark_warm_ups` has marked."""
+    return str(request.rid).startswith(WARM_UP_PREFIX)
+
+
+def mark_warm_ups(http_server: Any) -> None:
+    """Have SGLang's own warm-ups give their requests ids of their own; again is no harm.
+
+    `http_server` is SGLang's module. It posts the general warm-up to itself, which is its only use
+    of `requests.post`, and hands the named ones (`--warmups`) its tokenizer manager.
+    """
+    if isinstance(http_server.requests, _MarkingRequests):
+        return
+    http_server.requests = _MarkingRequests(http_server.requests)
+    execute_warmups = http_server.execute_warmups
+
+    async def execute_marked(mode: Any, names: Any, manager: Any) -> None:
+        await execute_warmups(mode, names, _MarkingManager(manager))
+
+    http_server.execute_warmups = execute_marked
+
+
+class _Marking:
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+
+class _MarkingRequests(_Marking):
+    def post(self, url: str, *, json: Any = None, **more: Any) -> Any:
+        return self._original.post(url, json={**(json or {}), "rid": _warm_up_id()}, **more)
+
+
+class _MarkingManager(_Marking):
+    def generate_request(self, obj: Any, *more: Any, **named: Any) -> Any:
+        obj.rid = _warm_up_id()
+        return self._original.generate_request(obj, *more, **named)
+
+
+def _warm_up_id() -> str:
+    return f"{WARM_UP_PREFIX}{uuid4().hex}"
 
 
 def memory_tags() -> list[str]:
@@ -228,7 +277,8 @@ def is_ours(server_args: Any) -> bool:
 
 def starts_random(server_args: Any = None) -> bool:
     """True if a server, by default this process's, was launched with random weights."""
-    load_format = (launch_arguments() if server_args is None else server_args).load_format
+    arguments = launch_arguments() if server_args is None else server_args
+    load_format = getattr(arguments, "load_format", None)
     return getattr(load_format, "value", load_format) == "dummy"
 
 

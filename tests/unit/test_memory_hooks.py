@@ -141,9 +141,9 @@ def resume(updater, *tags):
     return hooks.resume_tags(ORIGINAL["resume_memory_occupation"], updater, request)
 
 
-def update(updater):
+def update(updater, load_format=SESSION_FORMAT):
     request = UpdateWeightsFromTensorReqInput(
-        serialized_named_tensors=[b""], load_format=SESSION_FORMAT, flush_cache=True
+        serialized_named_tensors=[b""], load_format=load_format, flush_cache=True
     )
     return update_on_all_ranks(None, updater, request)
 
@@ -276,6 +276,24 @@ def test_a_release_or_update_while_requests_run_is_refused_as_busy(updater, gate
     reply = update(updater)
     assert reply.success
     assert not facts_of(reply)["is_busy"]
+
+
+@pytest.mark.parametrize("load_format", (SESSION_FORMAT, "flattened_bucket"))
+def test_a_sync_into_released_weights_is_refused(updater, gate, load_format):
+    covered_engine(updater)
+    good = updater.tp_worker.update
+    updater.tp_worker.update = Mock(side_effect=ValueError("never called"))
+    release(updater)
+    reply = update(updater, load_format)
+    assert not reply.success
+    assert "'weights'" in reply.message and "as they were" in reply.message
+    assert facts_of(reply)["closed"] == gate.reason
+    assert not backup_of(model_of(updater)).sync.is_half_written
+    resume(updater, "weights")
+    updater.tp_worker.update = good
+    assert update(updater).success
+    resume(updater)
+    assert gate.reason is None
 
 
 def test_weights_that_came_back_whole_may_be_served_without_a_sync(updater, gate):

@@ -19,7 +19,13 @@ from sglang_loader.common.session.messages import SESSION_FORMAT
 from sglang_loader.hooks import http as http_hooks
 from sglang_loader.hooks import request_gate as gate_hooks
 from sglang_loader.hooks.request_gate import RequestGate
-from sglang_loader.upstream import with_facts
+from sglang_loader.upstream import (
+    WARM_UP_PREFIX,
+    facts_of,
+    is_warm_up,
+    mark_warm_ups,
+    with_facts,
+)
 from support.messages import message
 
 REASON = "the engine's memory is released: kv_cache"
@@ -148,13 +154,99 @@ def process(monkeypatch):
         ipc_channels=Mock(),
     )
 
-    def launch(loaders=(SESSION_FORMAT,)):
+    def launch(loaders=(SESSION_FORMAT,), load_format="auto"):
         scheduler.server_args.custom_weight_loader = list(loaders)
+        scheduler.server_args.load_format = load_format
         calls = []
         gate_hooks.init_receiver(calls.append, scheduler)
         assert calls == [scheduler]
 
     return launch
+
+
+@pytest.fixture
+def random_weights(process, monkeypatch):
+    """A scheduler that was launched with random weights."""
+    monkeypatch.setattr(gate_hooks, "_has_random_weights", False)
+    monkeypatch.setattr(gate_hooks, "backup_of", lambda _: None)
+    process(load_format="dummy")
+    return SimpleNamespace(offload_tags=set(), tp_worker=Mock())
+
+
+def test_random_weights_are_not_served_until_a_sync_is_published(random_weights):
+    assert pull([request("a")]) == []
+    assert "load_format=dummy" in gate_hooks.gate_reason()
+    for tags in ({"weights", "kv_cache"}, set()):  # verl sleeps an engine right after its launch
+        random_weights.offload_tags = tags
+        gate_hooks.set_gate(gate_hooks.why_closed(random_weights))
+        assert pull([]) == []
+    gate_hooks.note_published()
+    gate_hooks.set_gate(gate_hooks.why_closed(random_weights))
+    assert [message.rid for message in pull([])] == ["a"]
+
+
+@pytest.mark.parametrize("success", (True, False))
+def test_an_update_that_is_not_ours_opens_the_gate(random_weights, success):
+    reply = gate_hooks.note_other_update(
+        lambda *_: SimpleNamespace(success=success), random_weights, "request"
+    )
+    assert (gate_hooks.gate_reason() is None) is success
+    if success:
+        assert facts_of(reply)["closed"] is None
+
+
+def test_an_engine_with_weights_of_its_own_serves_at_once(process, monkeypatch):
+    monkeypatch.setattr(gate_hooks, "_has_random_weights", False)
+    process(load_format="auto")
+    assert len(pull([request("a")])) == 1
+    process(loaders=(), load_format="dummy")
+    assert len(pull([request("a")])) == 1, "of another server"
+
+
+def test_a_warm_up_runs_on_random_weights_alone(random_weights):
+    warm_up = request(f"{WARM_UP_PREFIX}1")
+    batch = io.BatchTokenizedGenerateReqInput(batch=[request(f"{WARM_UP_PREFIX}2")])
+    mixed = io.BatchTokenizedGenerateReqInput(batch=[request(f"{WARM_UP_PREFIX}3"), request("a")])
+    assert pull([warm_up, batch, mixed]) == [warm_up, batch]
+    gate_hooks.set_gate(REASON)
+    assert pull([request(f"{WARM_UP_PREFIX}4")]) == []
+
+
+def test_the_lock_of_an_engine_with_random_weights_lets_the_first_sync_in():
+    """A request that waits for the sync holds SGLang's lock."""
+
+    async def run():
+        manager = Manager([reply(closed=None, is_busy=False)])
+        manager.server_args.load_format = "dummy"
+        async with manager.model_update_lock.reader_lock:
+            await manager.update()
+            with pytest.raises(TimeoutError):
+                await manager.update()
+
+    asyncio.run(run())
+
+
+def test_warm_ups_of_sglang_are_marked():
+    posted, generated = [], []
+
+    class Requests:
+        get = "as it is"
+        post = staticmethod(lambda url, **more: posted.append((url, more)))
+
+    async def execute_warmups(mode, names, manager):
+        manager.generate_request(SimpleNamespace(), None)
+
+    server = SimpleNamespace(requests=Requests, execute_warmups=execute_warmups)
+    mark_warm_ups(server)
+    mark_warm_ups(server)
+    server.requests.post("url", json={"text": "x"}, timeout=3)
+    manager = SimpleNamespace(generate_request=lambda obj, request: generated.append(obj))
+    asyncio.run(server.execute_warmups("null", ["x"], manager))
+    ((url, more),) = posted
+    assert (url, more["json"]["text"], more["timeout"]) == ("url", "x", 3)
+    marked = SimpleNamespace(**more["json"]), *generated
+    assert len(marked) == 2 and all(map(is_warm_up, marked))
+    assert server.requests.get == "as it is"
 
 
 def pull(messages, pp_rank=0):

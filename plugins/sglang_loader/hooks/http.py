@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from sglang_loader.common.stage_costs import StageCosts, joined
-from sglang_loader.upstream import facts_of, is_ours
+from sglang_loader.upstream import facts_of, is_ours, mark_warm_ups, starts_random
 
 HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 BUSY_WAIT_S = 5.0
@@ -48,6 +48,8 @@ def launch_with_middleware(original: Original, cls: Any, *args: Any, **kwargs: A
         app = sys.modules[HTTP_SERVER].app
         if not any(entry.cls is StageReplyMiddleware for entry in app.user_middleware):
             app.add_middleware(StageReplyMiddleware)
+        if starts_random(arguments):
+            mark_warm_ups(sys.modules[HTTP_SERVER])  # the gate holds back what is not marked
     return original(cls, *args, **kwargs)
 
 
@@ -88,9 +90,9 @@ class UpdateLock:
     only while the engine is idle. `is_gate_closed`: as the engine has last told.
     """
 
-    def __init__(self, lock: Any) -> None:
+    def __init__(self, lock: Any, *, is_gate_closed: bool = False) -> None:
         self._lock = lock
-        self.is_gate_closed = False
+        self.is_gate_closed = is_gate_closed
 
     @property
     def writer_lock(self) -> AbstractAsyncContextManager[Any]:
@@ -107,7 +109,10 @@ class UpdateLock:
 def update_lock_of(manager: Any) -> UpdateLock:
     """The lock of a tokenizer manager, wrapped when first used."""
     if not isinstance(manager.model_update_lock, UpdateLock):
-        manager.model_update_lock = UpdateLock(manager.model_update_lock)
+        is_gate_closed = starts_random(manager.server_args)  # until the engine tells otherwise
+        manager.model_update_lock = UpdateLock(
+            manager.model_update_lock, is_gate_closed=is_gate_closed
+        )
     lock: UpdateLock = manager.model_update_lock
     return lock
 

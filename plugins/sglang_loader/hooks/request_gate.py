@@ -1,4 +1,5 @@
-"""Holds requests back while the engine's memory is released or its weights are incomplete.
+"""Holds requests back while the engine's memory is released or its weights are incomplete, and
+until weights are published where the engine was launched with random ones.
 
 SGLang would run them all the same. Here, in servers that were launched with our loaders, they wait
 between the scheduler's socket and its queues, or are refused:
@@ -30,11 +31,24 @@ from sglang_loader.common.engine_settings import (
     requested_gate_policy,
 )
 from sglang_loader.host_backup.backup import backup_of
-from sglang_loader.upstream import io_struct, is_health_probe, is_ours, pp_rank
+from sglang_loader.upstream import (
+    io_struct,
+    is_health_probe,
+    is_ours,
+    is_warm_up,
+    pp_rank,
+    starts_random,
+    with_facts,
+)
 
 logger = logging.getLogger(__name__)
 
 Original = Callable[..., Any]
+
+RANDOM_WEIGHTS = (
+    "the engine was launched with random weights (load_format=dummy), and no sync has been "
+    "published yet"
+)
 
 
 @dataclass(frozen=True)
@@ -100,6 +114,10 @@ class RequestGate:
                 passed.append(message)
             elif self.reason is None and not is_uncertain:
                 passed.append(message)
+            elif self.reason == RANDOM_WEIGHTS and all(
+                map(is_warm_up, message.batch if is_batch else [message])
+            ):
+                passed.append(message)  # nobody reads the answer, and the server waits for it
             else:
                 for request in message.batch if is_batch else [message]:
                     self._hold(request)
@@ -140,14 +158,18 @@ class RequestGate:
 
 
 _gate: RequestGate | None = None
+_has_random_weights = False
 
 
 def init_receiver(original: Original, scheduler: Any) -> None:
     """AROUND `Scheduler.init_request_receiver`: makes this process's gate."""
     original(scheduler)
     if is_ours(scheduler.server_args):
-        global _gate
+        global _gate, _has_random_weights
         _gate = RequestGate(requested_gate_policy(), scheduler.ipc_channels)
+        _has_random_weights = starts_random(scheduler.server_args)
+        if _has_random_weights:
+            _gate.set(RANDOM_WEIGHTS)
 
 
 def receive_through_gate(original: Original, receiver: Any) -> Any:
@@ -172,7 +194,23 @@ def why_closed(updater: Any) -> str | None:
     backup = backup_of(updater.tp_worker.model_runner.model)
     if backup is not None and backup.stale is not None:
         return f"the weights are not complete: {backup.stale}"
-    return None
+    return RANDOM_WEIGHTS if _has_random_weights else None
+
+
+def note_published() -> None:
+    """Record that this rank's weights are random no more."""
+    global _has_random_weights
+    _has_random_weights = False
+
+
+def note_other_update(original: Original, updater: Any, request: Any) -> Any:
+    """AROUND updates that are not ours, which open the gate of an engine with random weights."""
+    reply = original(updater, request)
+    if _has_random_weights and reply.success:
+        note_published()
+        set_gate(why_closed(updater))
+        reply = with_facts(reply, closed=gate_reason())
+    return reply
 
 
 def set_gate(reason: str | None) -> None:

@@ -20,6 +20,7 @@ from sglang_loader.common.broadcast.update_group import (
     secret_of,
 )
 from sglang_loader.common.session.messages import SessionDescriptor, SessionError, check_signature
+from sglang_loader.hooks.request_gate import note_other_update
 from sglang_loader.session.serve import mapped, receiver
 from sglang_loader.upstream import device_of, io_struct, model_of, tp_rank, update_groups
 
@@ -114,7 +115,7 @@ def refuse_in_our_groups(original: Original, updater: Any, request: Any) -> Any:
     would receive the trainer's next broadcast, and gloo ends a process if lengths differ.
     """
     if not request.group_name.startswith(GROUP_PREFIX):
-        return original(updater, request)
+        return note_other_update(original, updater, request)
     return io_struct().UpdateWeightsFromDistributedReqOutput(
         success=False,
         message=f"{request.group_name} is a group of verl-sglang-sync: only its sessions use it",

@@ -15,7 +15,6 @@ are served again when all ranks agree that the sync is complete, fits the model,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 from sglang_loader.common.check_remarks import ManifestCheck, with_remarks
@@ -31,10 +30,16 @@ from sglang_loader.common.session.messages import (
     SessionError,
     decode_descriptor,
 )
-from sglang_loader.hooks.request_gate import gate_reason, set_gate, why_closed
+from sglang_loader.hooks.request_gate import (
+    gate_reason,
+    note_other_update,
+    note_published,
+    set_gate,
+    why_closed,
+)
 from sglang_loader.hooks.tp_ranks import TPRanks, attempt
 from sglang_loader.hooks.update_groups import groups_of
-from sglang_loader.host_backup.allocations import under_weights_tag
+from sglang_loader.host_backup.allocations import WEIGHTS_TAG, under_weights_tag
 from sglang_loader.host_backup.backup import backup_of, create_backup
 from sglang_loader.host_backup.completeness import Completeness
 from sglang_loader.session.findings import Verdict
@@ -60,6 +65,10 @@ from sglang_loader.upstream import (
 OUR_FORMATS = "sglang_loader."
 ANOTHER_SESSION = "a weight sync is not over: what it has brought is being proven"
 BUSY = "refused: requests are running; the weights are as they were"
+RELEASED = (
+    "refused: the memory of the engine's weights is released; nothing was loaded, and the weights "
+    "are as they were; resume the tag 'weights' before a sync"
+)
 
 Original = Callable[..., Any]
 
@@ -68,14 +77,19 @@ def update_on_all_ranks(original: Original, updater: Any, request: Any) -> Any:
     """AROUND `update_weights_from_tensor`: load on every TP rank, then agree on the outcome."""
     if request.load_format != SESSION_FORMAT:
         if not str(request.load_format).startswith(OUR_FORMATS):
-            is_hooked = is_ours(updater.tp_worker.server_args)
-            with in_an_update(updater, request) if is_hooked else nullcontext():
+            if not is_ours(updater.tp_worker.server_args):
                 return original(updater, request)
+            if WEIGHTS_TAG in updater.offload_tags:
+                return _reply([RELEASED])
+            with in_an_update(updater, request):
+                return note_other_update(original, updater, request)
         return io_struct().UpdateWeightsFromTensorReqOutput(
             success=False,
             message=f"unknown load_format {request.load_format!r}: the trainer and the engine have "
             "different releases of verl-sglang-sync installed",
         )
+    if WEIGHTS_TAG in updater.offload_tags:  # on all ranks alike
+        return _reply([RELEASED])
     if not _is_idle(updater):
         return _reply([BUSY], is_busy=True)
     update = WeightUpdate(updater, request)
@@ -234,6 +248,7 @@ class WeightUpdate:
             failures = self._ranks.failures(failure)
         if not failures:
             self._backup.sync_completed()
+            note_published()
             record_version(self._updater, self._request)
         elif any(touched):
             self._backup.sync_failed()
