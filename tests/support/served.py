@@ -116,6 +116,7 @@ def served(
     host_backup: HostBackup = "on",
     variables: Mapping[str, str] | None = None,
     host: str = "127.0.0.1",
+    warms_up: bool = False,
 ) -> Iterator[Served]:
     """Serve a tiny model of random weights until the block ends; on a CPU the server is a fork.
 
@@ -129,6 +130,7 @@ def served(
         extra: more of SGLang's arguments.
         variables: of its environment.
         host: address that it listens at.
+        warms_up: SGLang sends itself a request before it is healthy, as it does by default.
     """
     folder.mkdir(exist_ok=True)
     if model is None and not (folder / "model").exists():
@@ -136,6 +138,8 @@ def served(
     processes: list[Any] = []
 
     def start(arguments: list[str], environment: Mapping[str, str], log: Path) -> Any:
+        if warms_up:
+            arguments.remove("--skip-server-warmup")
         if device == "cpu":
             processes.append(Fork(serve, *arguments, environment=environment, log=log))
         else:
