@@ -47,12 +47,15 @@ class BucketUses:
         tensors: by name; without those that were not read.
         written: the model's bytes that were written, by `StorageEntry.name`.
         problem: why this may be incomplete, or None.
+        contents: by name, a text that is the same for tensors of the same shape, dtype and bytes;
+            only of tensors that have an embedding's shape.
     """
 
     layout: BucketLayout
     tensors: Mapping[str, TensorUse] = field(default_factory=dict)
     written: Mapping[str, Sequence[Interval]] = field(default_factory=dict)
     problem: str | None = None
+    contents: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def unused(self) -> list[str]:

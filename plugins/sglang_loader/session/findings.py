@@ -47,6 +47,7 @@ class RankView:
         missing: weights that nothing in the sync writes on this rank.
         doubtful: parameters that are not written, where it is unknown whether they should be.
         unknown: why all this could not be found on this rank, or None.
+        contents: see `BucketUses`, of all buckets.
     """
 
     unused: frozenset[str] = frozenset()
@@ -55,6 +56,7 @@ class RankView:
     missing: tuple[str, ...] = ()
     doubtful: tuple[str, ...] = ()
     unknown: str | None = None
+    contents: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +128,9 @@ def view_of(uses: Sequence[BucketUses]) -> RankView:
         if use.is_broadcast:
             clashes[tensor.name] = "smaller than what it would fill"
     unused = frozenset(name for bucket in uses for name in bucket.unused)
-    return RankView(unused=unused, partial=partial, clashes={**clashes, **clashes_of(uses)})
+    contents = {name: content for bucket in uses for name, content in bucket.contents.items()}
+    clashes |= clashes_of(uses)
+    return RankView(unused=unused, partial=partial, clashes=clashes, contents=contents)
 
 
 def clashes_of(
@@ -243,7 +247,7 @@ def judge(
         return Verdict(
             not_checked=blind[0].unknown if not clashes else None, mismatched=tuple(unscaled)
         )
-    embeddings = {each.shape for each in tensors if each.name.endswith(_EMBEDDING)}
+    may_be_dropped = _droppable(tensors, views)
     mismatched: list[str] = []
     unexpected: list[str] = []
     dropped: list[str] = []  # though the published checkpoint has them
@@ -252,7 +256,7 @@ def judge(
         expected = published.get(name) if published is not None else None
         is_normal = expected is not None and _is_normal(tensor, expected)
         if all(name in view.unused for view in views):
-            if not _may_be_dropped(tensor, embeddings):
+            if name not in may_be_dropped:
                 (unexpected if expected is None else dropped).append(name)
             if expected is not None and not is_normal:
                 mismatched.append(_described(tensor, "not used like this", expected))
@@ -298,10 +302,27 @@ def _mismatch(
     return None
 
 
-def _may_be_dropped(tensor: BucketTensor, embeddings: set[tuple[int, ...]]) -> bool:
-    """True for an output layer tied to the embedding, and for rotary tables, which are computed."""
-    is_tied_head = tensor.name.endswith(_TIED_HEAD) and tensor.shape in embeddings
-    return is_tied_head or tensor.name.endswith(_ROTARY)
+def _droppable(tensors: Sequence[BucketTensor], views: Sequence[RankView]) -> set[str]:
+    """Names of rotary tables, which are computed, and of output layers tied to an embedding: of
+    tensors with the bytes of an embedding that is used. Only where the bytes are not known, an
+    output layer of an embedding's shape is taken for tied by its name.
+    """
+    contents = {name: content for view in views for name, content in view.contents.items()}
+    used = {
+        content
+        for name, content in contents.items()
+        if not all(name in view.unused for view in views)
+    }
+    shapes = {tensor.shape for tensor in tensors if tensor.name.endswith(_EMBEDDING)}
+    found: set[str] = set()
+    for tensor in tensors:
+        if tensor.name in contents:
+            is_tied = contents[tensor.name] in used
+        else:
+            is_tied = tensor.name.endswith(_TIED_HEAD) and tensor.shape in shapes
+        if is_tied or tensor.name.endswith(_ROTARY):
+            found.add(tensor.name)
+    return found
 
 
 def _unread_bytes(tensor: BucketTensor, views: Sequence[RankView]) -> int:

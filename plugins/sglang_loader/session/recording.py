@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from traceback import walk_tb
 from typing import Any
 
 import torch
 
+from sglang_loader.common.digest import tensor_digest
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.load_plan.compiler import compile_bucket, join_buckets
 from sglang_loader.load_plan.destinations import Destinations
@@ -45,6 +47,7 @@ class PlanRecorder:
         self, layout: BucketLayout, buffer: torch.Tensor
     ) -> tuple[TracedBucket | None, BucketUses]:
         """Load a bucket; returns its trace (None if it has none) and the uses of its tensors."""
+        contents = _contents(self._model, layout, buffer)  # before the loader may change them
         try:
             traced = trace_bucket(
                 self._model, self.load_weights, layout, buffer, self._destinations
@@ -52,7 +55,7 @@ class PlanRecorder:
         except PlanRefused as refused:
             return None, BucketUses(layout, problem=str(refused))
         self._destinations = traced.destinations
-        return traced, uses_of(traced)
+        return traced, replace(uses_of(traced), contents=contents)
 
     def why_unproven(
         self, bucket: BucketPlan, destinations: Destinations, buffer: torch.Tensor
@@ -83,6 +86,20 @@ class PlanRecorder:
         """
         assert self._destinations is not None, "a plan needs at least one bucket"
         return join_buckets(self._buckets, self._destinations)
+
+
+def _contents(model: Any, layout: BucketLayout, buffer: torch.Tensor) -> dict[str, str]:
+    """See `BucketUses.contents`. SGLang's vocabulary embeddings have these two attributes."""
+    shapes = {
+        (module.org_vocab_size, module.embedding_dim)
+        for module in model.modules()
+        if hasattr(module, "org_vocab_size") and hasattr(module, "embedding_dim")
+    }
+    return {
+        name: f"{list(tensor.shape)} {tensor.dtype} {tensor_digest(tensor).tolist()}"
+        for name, tensor in layout.views(buffer)
+        if tuple(tensor.shape) in shapes
+    }
 
 
 NamedTensor = tuple[str, torch.Tensor]
