@@ -2,6 +2,7 @@
 
 import asyncio
 from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 
@@ -16,6 +17,9 @@ UPDATE = AdapterUpdate(
     num_tensors=3,
     nbytes=24,
 )
+
+
+REFUSED = replace(UPDATE, refusal="lora_bias=True")
 
 
 class Engine:
@@ -77,3 +81,14 @@ def test_an_engine_whose_reply_was_lost_serves_the_adapter_after_the_next_sync()
     for lost in ("", "", UPDATE.unload.operation.path, "", ""):
         engine.loses = lost
         sync(adapters, engine=engine)
+
+
+def test_a_refused_adapter_leaves_every_engine_as_it_was():
+    serving, empty, adapters = Engine(), Engine(), AdapterSync(TrainerGroup())
+    sync(adapters, serving=serving)
+    report = SyncReport(mode="compiled", replica=None)
+    engines = {"serving": serving, "empty": empty}
+    with pytest.raises(WeightSyncError, match="lora_bias=True"):
+        asyncio.run(adapters.sync(lambda: REFUSED, engines, report))
+    assert (serving.num_loads, serving.serves) == (1, True)
+    assert (empty.num_loads, empty.serves) == (0, False)

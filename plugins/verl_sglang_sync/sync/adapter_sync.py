@@ -25,12 +25,17 @@ UNLOAD = "unload_adapter"
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterUpdate:
-    """A new state of the adapter: the requests that unload the old one and load this one."""
+    """A new state of the adapter: the requests that unload the old one and load this one.
+
+    Attributes:
+        refusal: why engines would serve another policy than this one; None: they serve it.
+    """
 
     unload: Call
     load: Call
     num_tensors: int
     nbytes: int
+    refusal: str | None = None
 
 
 class AdapterSync:
@@ -54,10 +59,12 @@ class AdapterSync:
 
         Raises:
             WeightSyncError: on every rank, if any rank failed; each engine then serves the new
-                state, the old one, or no adapter.
+                state, the old one, or no adapter. After a refusal no engine was sent anything.
         """
         with report.stage("export"):
             adapter, reason = result_or_reason(collect)
+        if adapter is not None:
+            reason = adapter.refusal
         if reason := common_reason(self._group, reason):
             raise WeightSyncError(f"the LoRA adapter was not exported\n{reason}")
         assert adapter is not None, "no rank has failed"

@@ -56,6 +56,8 @@ def _repeatable(method: Callable[..., Any]) -> Callable[..., Any]:
         if is_lazy:
             kwargs = {"base_sync_done": True}
         weights, peft_config = method(engine, *args, **kwargs)
+        if peft_config is not None:
+            _check_adapter(engine, peft_config)
         if is_lazy and peft_config is not None:
             return Reexport(repeat, adapter=lambda: (weights, peft_config)), peft_config
         if is_repeatable(weights):
@@ -124,8 +126,19 @@ def flat_parameters(engine: Any) -> FlatParameters | None:
 
 def _has_adapter(engine: Any) -> bool:
     """True if an FSDP engine's module has LoRA adapters."""
+    return hasattr(_unwrapped(engine), "peft_config")
+
+
+def _unwrapped(engine: Any) -> Any:
+    """An engine's module, without FSDP1 around it."""
     module = getattr(engine, "module", None)
-    return hasattr(getattr(module, "_fsdp_wrapped_module", module), "peft_config")
+    return getattr(module, "_fsdp_wrapped_module", module)
+
+
+def _check_adapter(engine: Any, peft_config: dict[str, Any]) -> None:
+    from verl_sglang_sync.verl.adapter import check_adapter  # imports PEFT
+
+    check_adapter(peft_config, getattr(_unwrapped(engine), "active_adapters", ()))
 
 
 def _empties_storages(engine: Any) -> bool:
@@ -137,9 +150,7 @@ def _empties_storages(engine: Any) -> bool:
 
 
 def _copied(weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-    """Copies of weights whose memory changes after the export: verl merges adapters into the
-    module's parameters for the export, and on one rank `full_tensor` may return these uncopied.
-    """
+    """Copies of weights whose memory changes after the export."""
     for name, tensor in weights:
         yield name, tensor.clone()
         del tensor

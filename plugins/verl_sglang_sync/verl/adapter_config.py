@@ -1,0 +1,229 @@
+"""Converts a LoRA adapter of PEFT's to one that SGLang serves rightly, or says why there is none.
+
+SGLang reads the rank, alpha and the target modules of PEFT's configuration. It ignores all other
+fields, and tensors that belong to no decoder layer. It asserts at the first request, and ends, if
+one of the projections is missing that it fuses.
+
+    refused = config_refusals(config) + tensor_refusals(config, tensors)
+    config, tensors = served_adapter(config, tensors)  # if nothing is refused
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from peft.utils.other import get_pattern_key
+
+CONVERTED = frozenset({"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"})
+"""Fields whose effect is computed here, in what SGLang reads."""
+SEEN_IN_TENSORS = frozenset(
+    {
+        "target_modules",
+        "target_parameters",
+        "exclude_modules",
+        "layers_to_transform",
+        "layers_pattern",
+    }
+)
+"""Fields that choose the modules that have tensors."""
+NOT_OF_THE_ROLLOUT = frozenset(
+    {
+        # Records, and where the adapter comes from.
+        *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+        # Settings of the training.
+        *("inference_mode", "lora_dropout", "runtime_config"),
+        # How the base layer stores its weight. A and B have the same layout either way.
+        "fan_in_fan_out",
+        # Details of an initialisation. `init_lora_weights` says which.
+        *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+        # Read only where a refused field is set.
+        *("megatron_core", "qalora_group_size"),
+    }
+)
+"""Fields that do not change what a trained adapter computes."""
+INITIALISATIONS = (True, False, "gaussian", "eva", "orthogonal")
+"""Values of `init_lora_weights` that leave the base weights as they are: the engine may have these
+from the checkpoint. All others change them, or make a layer of another kind.
+"""
+
+FUSED = (
+    ({"q_proj", "k_proj", "v_proj"}, {"q_proj", "v_proj"}),
+    ({"gate_proj", "up_proj"}, {"gate_proj"}),
+    ({"q_a_proj", "kv_a_proj_with_mqa"}, {"q_a_proj", "kv_a_proj_with_mqa"}),
+    *((names, names) for names in [{f"in_proj_{name}" for name in "qkvz"}]),
+)
+"""Projections that SGLang fuses: if a layer has an adapter on any of the first set, SGLang fails
+without one on each of the second."""
+
+_TENSOR = re.compile(r"(?P<module>.+)\.lora_(?:[AB]\.weight|embedding_[AB])")
+_LAYER = re.compile(r"layers\.(\d+)\.")  # as SGLang's get_layer_id
+_EXPERT = re.compile(r"experts\.(\d+)\.")
+_NO_DECODER = re.compile(r"vis(ion|ual)|audio")
+_PEFT_PREFIX = "base_model.model."
+
+
+def config_refusals(config: Mapping[str, Any]) -> list[str]:
+    """List the fields of a PEFT configuration that SGLang would ignore, with their values."""
+    peft_type = _plain(config.get("peft_type"))
+    if str(peft_type).upper() != "LORA":
+        return [f"peft_type={peft_type!r}"]
+    defaults = {
+        field.name: _default(field) for field in dataclasses.fields(LoraConfig) if field.init
+    }
+    known = CONVERTED | SEEN_IN_TENSORS | NOT_OF_THE_ROLLOUT | {"peft_type"}
+    refused = []
+    for name, value in config.items():
+        if name == "init_lora_weights":
+            is_served = any(value is each or value == each for each in INITIALISATIONS)
+        else:
+            is_served = name in known or _is_off(value) or value == defaults.get(name)
+        if not is_served:
+            refused.append(f"{name}={_plain(value)!r}")
+    return refused
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def _is_off(value: Any) -> bool:
+    is_empty = isinstance(value, (str, list, tuple, set, frozenset, dict)) and not value
+    return is_empty or value is None or value is False or value == "none"
+
+
+def tensor_refusals(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """List what SGLang would drop, or fail at, of an adapter's tensors.
+
+    Args:
+        shapes: of the tensors, by PEFT's names.
+    """
+    refused, modules = [], dict[str, None]()  # in the order of the export
+    for name, shape in shapes.items():
+        match = _TENSOR.fullmatch(name)
+        if match is None:
+            refused.append(f"{name} is no A or B of LoRA")
+            continue
+        modules[match["module"]] = None
+        rank, _ = _rank_and_alpha(config, match["module"])
+        if not _has_fused_experts(match["module"]) and shape[0 if _is_a(name) else 1] != rank:
+            refused.append(f"{name} has shape {shape}, and its rank is {rank}")
+    if not modules and not refused:
+        return ["it has no tensors"]
+    leaves: dict[str, set[str]] = defaultdict(set)
+    places: dict[object, str] = {}
+    for module in modules:
+        parent, _, leaf = module.rpartition(".")
+        layer = _LAYER.search(f"{module}.")
+        if _has_fused_experts(module):
+            refused.append(f"{module} has fused experts")
+        elif _NO_DECODER.search(module):
+            refused.append(f"{module} is no part of the language model")
+        elif layer is None and leaf not in ("embed_tokens", "lm_head"):
+            refused.append(f"{module} is in no decoder layer")
+        leaves[parent].add(leaf)
+        expert = _EXPERT.search(f"{module}.")
+        place = leaf, layer and layer[1], expert and expert[1]
+        # A shared expert has a place of its own beside the experts, not beside another MLP.
+        if (other := places.setdefault(place, module)) != module:
+            refused.append(f"{module} would be served in the place of {other}")
+    for parent, found in leaves.items():
+        for fused, needed in FUSED:
+            if found & fused and not needed <= found:
+                refused.append(
+                    f"{parent} has an adapter on {_names(found & fused)}, and SGLang needs one on "
+                    f"{_names(needed - found)}"
+                )
+    return refused
+
+
+def served_adapter(
+    config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Express an adapter without refusals by one rank, one alpha, and its modules' names.
+
+    Smaller ranks are filled up with zeros. If the modules differ in their scale, each B is
+    multiplied by its own, just as SGLang multiplies it by alpha / rank.
+    """
+    sizes = {}
+    for name in tensors:
+        match = _TENSOR.fullmatch(name)
+        assert match is not None, "it would be refused"
+        sizes[name] = _rank_and_alpha(config, match["module"])
+    rank, alpha = max(sizes.values())
+    if len(set(sizes.values())) > 1:
+        alpha = rank
+        tensors = {
+            name: _scaled(name, tensor, rank, *sizes[name]) for name, tensor in tensors.items()
+        }
+    converted = {
+        "r": rank,
+        "lora_alpha": alpha,
+        "target_modules": {name.rpartition(".lora_")[0].rpartition(".")[2] for name in sizes},
+        "use_rslora": False,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+    }
+    return json_config({**config, **converted}), dict(tensors)
+
+
+def json_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A PEFT configuration as JSON has it: sets become sorted lists, enums their values."""
+    return {name: _plain(value) for name, value in config.items()}
+
+
+def _has_fused_experts(module: str) -> bool:
+    """True for PEFT's adapters on the parameters of a module, which hold those of all experts."""
+    return module.endswith(".experts") or ".experts.base_layer" in module
+
+
+def _is_a(name: str) -> bool:
+    return name.removesuffix(".weight").endswith("A")
+
+
+def _rank_and_alpha(config: Mapping[str, Any], module: str) -> tuple[int, float]:
+    """A module's rank, and the alpha that gives its scale as alpha / rank."""
+    module = module.removeprefix(_PEFT_PREFIX)
+    ranks, alphas = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
+    rank = ranks.get(get_pattern_key(list(ranks), module), config["r"])
+    alpha = alphas.get(get_pattern_key(list(alphas), module), config["lora_alpha"])
+    return rank, alpha * math.sqrt(rank) if config.get("use_rslora") else alpha
+
+
+def _scaled(name: str, tensor: torch.Tensor, rank: int, own: int, alpha: float) -> torch.Tensor:
+    """A tensor with zeros up to `rank`, a B multiplied by its scale."""
+    if _is_a(name):
+        full = tensor.new_zeros(rank, tensor.shape[1])
+        full[:own] = tensor
+    else:
+        full = tensor.new_zeros(tensor.shape[0], rank)
+        full[:, :own] = tensor * (alpha / own)
+    return full
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return _plain(value.value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _plain(dataclasses.asdict(value))
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(_plain, value), key=str)
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    is_json = value is None or isinstance(value, (str, int, float, bool))
+    return value if is_json else str(value)
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
