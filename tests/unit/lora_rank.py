@@ -15,36 +15,66 @@ from torch.distributed.tensor import DTensor
 CPU = torch.device("cpu")
 BIASED = ["q_proj", "k_proj"]
 DENSE = [*BIASED, "o_proj", "down_proj"]
+OTHER = [*DENSE, "embed_tokens", "lm_head", "conv1d", "conv2d", "conv3d"]
 CASES = {
     "linear": {"target_modules": "all-linear"},
     "rslora": {"target_modules": DENSE, "use_rslora": True},
     "lora-bias": {"target_modules": BIASED, "lora_bias": True},
-    "other": {"target_modules": [*DENSE, "embed_tokens", "lm_head", "conv"]},
-    "dora": {"target_modules": [*DENSE, "embed_tokens", "lm_head", "conv"], "use_dora": True},
+    "patterns": {
+        "target_modules": DENSE,
+        "rank_pattern": {"o_proj": 2},
+        "alpha_pattern": {"q_proj": 9},
+    },
+    "other": {"target_modules": OTHER},
+    "dora": {"target_modules": OTHER, "use_dora": True},
     "two-adapters": {"target_modules": DENSE, "adapters": 2},
     "two-of-dora": {"target_modules": DENSE, "use_dora": True, "adapters": 2},
+    "tied": {"target_modules": DENSE, "tied": True},
 }
+MOE_CASES = {
+    "moe": {"target_modules": ["q_proj", "v_proj"]},
+    "moe-experts": {"target_modules": "all-linear"},
+    "moe-parameters": {
+        "target_modules": ["q_proj"],
+        "target_parameters": ["mlp.experts.gate_up_proj"],
+    },
+    "moe-of-two": {"target_modules": "all-linear", "adapters": 2},
+}
+"""transformers 5 keeps all experts of a layer in two parameters."""
 
 
-def adapted(dtype, *, tied=False, adapters=1, **options):
-    """A tiny Qwen2 with random adapters, the same on all ranks; with convolutions and a buffer."""
+def base_model(*, is_moe=False, tied=False):
+    """A tiny Qwen2 with convolutions and a buffer, or a Qwen3 MoE."""
+    from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
+
+    shared = {
+        "vocab_size": 83,
+        "hidden_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "intermediate_size": 40,
+        "tie_word_embeddings": tied,
+    }
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+    if is_moe:
+        config = Qwen3MoeConfig(**shared, **experts, head_dim=8)
+        return AutoModelForCausalLM.from_config(config)
+    model = AutoModelForCausalLM.from_config(Qwen2Config(**shared))
+    for layer in model.model.layers:
+        layer.conv1d = nn.Conv1d(8, 6, 3)
+        layer.conv2d = nn.Conv2d(8, 6, 3)
+        layer.conv3d = nn.Conv3d(8, 6, 3)
+    model.model.layers[0].register_buffer("count", torch.arange(3))
+    return model
+
+
+def adapted(dtype, *, is_moe=False, tied=False, adapters=1, **options):
+    """A tiny model with random adapters, the same on all ranks."""
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM, Qwen2Config
 
     torch.manual_seed(7)
-    config = Qwen2Config(
-        vocab_size=83,
-        hidden_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        num_key_value_heads=1,
-        intermediate_size=40,
-        tie_word_embeddings=tied,
-    )
-    model = AutoModelForCausalLM.from_config(config)
-    for layer in model.model.layers:
-        layer.conv = nn.Conv1d(8, 6, 3)
-    model.model.layers[0].register_buffer("count", torch.arange(3))
+    model = base_model(is_moe=is_moe, tied=tied)
     lora = LoraConfig(r=3, lora_alpha=7, init_lora_weights=False, **options)
     names = ["default", "second"][:adapters]
     # Other tests have a stand-in for Transformer Engine in these processes.
@@ -57,6 +87,11 @@ def adapted(dtype, *, tied=False, adapters=1, **options):
         if "magnitude" in name or name.endswith("bias"):
             nn.init.uniform_(parameter, 0.5, 1.5)
     return model.to(dtype)
+
+
+def case_model(case, dtype):
+    options = {**MOE_CASES.get(case, {}), "is_moe": True} if case in MOE_CASES else CASES[case]
+    return adapted(dtype, **options)
 
 
 def engine_of(model):
@@ -98,10 +133,13 @@ def copied(export):
 
 
 def merged_by_peft(model):
-    """In the dtypes that verl exports: buffers as they are."""
+    """With the names and in the dtypes that verl exports: buffers as they are."""
+    from verl.workers.engine.fsdp.utils import unfuse_moe_params
+
     model = copy.deepcopy(model).merge_and_unload()
     buffers = dict(model.named_buffers())
-    return {n: t if n in buffers else t.bfloat16() for n, t in model.state_dict().items()}
+    state = {n: t if n in buffers else t.bfloat16() for n, t in model.state_dict().items()}
+    return dict(unfuse_moe_params(state.items(), model.config.model_type))
 
 
 def is_same(first, second):
@@ -127,7 +165,7 @@ def state_of(model):
 
 def compared(case, dtype, *, with_verls=True):
     """How our exports of a model compare with what PEFT makes of it, and with verl's export."""
-    exports, model = Exports(), adapted(getattr(torch, dtype), **CASES[case])
+    exports, model = Exports(), case_model(case, getattr(torch, dtype))
     wanted = merged_by_peft(model)
     engine = engine_of(model)
     before = state_of(model)

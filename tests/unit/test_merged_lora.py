@@ -1,18 +1,30 @@
 """Merged LoRA adapters are exported as PEFT merges them; the trainer's model is left as it is."""
 
-import logging
+import dataclasses
+import importlib
+import inspect
+import pkgutil
 import re
 from contextlib import suppress
 from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
+import peft
 import pytest
 import torch
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import nn
 
 from unit.lora_rank import (
     CASES,
+    MOE_CASES,
     Exports,
     adapted,
+    base_model,
+    case_model,
     compared,
     copied,
     engine_of,
@@ -20,9 +32,13 @@ from unit.lora_rank import (
     merged_by_peft,
     state_of,
 )
-from verl_sglang_sync.report import warn_once
+from verl_sglang_sync.verl.merged_lora import (
+    FUSED_EXPERTS,
+    KNOWN,
+    AdapterNotMergeable,
+    merged_export,
+)
 
-WARNING = "verl's own export merges the LoRA adapters"
 DTYPES = ["float32", "bfloat16"]
 MAX_ERROR = {"float32": 0.01, "bfloat16": 0.04}
 """Of verl's own export on four ranks: it multiplies shards."""
@@ -46,10 +62,18 @@ def test_one_rank_exports_what_peft_and_verl_merge(world_of_one, case, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", ["linear", "lora-bias", "other", "dora"])
+@pytest.mark.parametrize("case", MOE_CASES)
+def test_fused_experts_are_merged_and_exported_one_by_one(world_of_one, case, dtype):
+    """Not by verl 0.9.1, whose export of merged adapters leaves experts fused."""
+    found = compared(case, dtype, with_verls=False)
+    check(found, None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", ["linear", "lora-bias", "other", "dora", "moe-experts"])
 def test_ranks_export_what_peft_merges(pool, case, dtype):
     """verl's own fails with convolutions of which a rank has no row."""
-    with_verls = case not in ("other", "dora")
+    with_verls = case not in ("other", "dora", "moe-experts")
     for found in pool.run(partial(compared, with_verls=with_verls), case, dtype):
         check(found, MAX_ERROR[dtype])
 
@@ -117,15 +141,126 @@ def _twice_in_the_state(engine):
 @pytest.mark.parametrize(
     "changed", [_of_another_class, _of_another_variant, _merged_already, _twice_in_the_state]
 )
-def test_what_we_do_not_know_verl_exports_and_one_warning_says_so(engine, changed, caplog):
-    warn_once.cache_clear()
+def test_what_may_merge_otherwise_is_refused_by_name(engine, changed):
     exports, reason = Exports(), changed(engine)
-    with caplog.at_level(logging.WARNING):
-        for _ in range(2):
+    for _ in range(2):
+        with pytest.raises(AdapterNotMergeable, match=reason):
             exports.ours(engine)
-    assert len(exports.moves) == 2, "verl's own loads the model"
-    [warning] = [r.getMessage() for r in caplog.records if WARNING in r.getMessage()]
-    assert re.search(reason, warning), warning
+    assert not exports.moves, "verl's own has begun"
+
+
+def refusal(model, lora=None):
+    """Why an engine with this model exports nothing; None if it exports."""
+    config = SimpleNamespace(lora={"merge": True} if lora is None else lora)
+    try:
+        merged_export(SimpleNamespace(module=model, model_config=config))
+    except AdapterNotMergeable as refused:
+        return str(refused)
+    return None
+
+
+def with_modules(kind):
+    """All modules of PEFT's tuners that derive from a class, of whatever releases have."""
+    for module in pkgutil.walk_packages(peft.tuners.__path__, "peft.tuners."):
+        with suppress(ImportError):  # of what needs a library for quantised weights
+            importlib.import_module(module.name)
+    pending, found = [kind], set()
+    while pending:
+        for subclass in pending.pop().__subclasses__():
+            pending.append(subclass)
+            is_layer = issubclass(subclass, nn.Module) and not inspect.isabstract(subclass)
+            if is_layer and subclass.__module__.startswith("peft."):
+                found.add(subclass)
+    assert len(found) > 1
+    return found
+
+
+def names_of(kinds):
+    return {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds}
+
+
+def test_every_layer_of_peft_is_merged_in_a_case_or_refused_by_name():
+    merged = set()
+    for case in [*CASES, *MOE_CASES]:
+        model = case_model(case, torch.float32)
+        layers = [m for m in model.modules() if isinstance(m, BaseTunerLayer)]
+        merged |= names_of(map(type, layers))
+        merged |= names_of(type(v) for m in layers for v in m.lora_variant.values())
+        reason = refusal(model)  # without FSDP2
+        fused = "ParamWrapper" in str(merged & names_of(map(type, layers)))
+        assert ("is a peft.tuners.lora.layer.ParamWrapper" in reason) if fused else reason is None
+    assert merged == KNOWN | FUSED_EXPERTS, "each that is exported is compared with PEFT's merge"
+    model = adapted(torch.float32, target_modules=["q_proj"])
+    for kind in with_modules(BaseTunerLayer) | with_modules(AuxiliaryTrainingWrapper):
+        [name] = names_of([kind])
+        if name.endswith("lora.layer.MultiheadAttention"):  # a bare one has no `named_modules`
+            attention = base_model()
+            attention.attention = nn.MultiheadAttention(24, 3)
+            attention = peft.get_peft_model(
+                attention, peft.LoraConfig(target_modules=["attention"])
+            )
+            assert f"attention is a {name}" in (refusal(attention) or "exported")
+        elif name not in merged:
+            probe = kind.__new__(kind)
+            nn.Module.__init__(probe)
+            model.base_model.model.probe = probe
+            assert f"probe is a {name}" in (refusal(model) or "exported"), name
+
+
+OPTIONS = {
+    "ADALORA": {"total_step": 10},
+    "CARTRIDGE": {"num_virtual_tokens": 2},
+    "VBLORA": {"vector_length": 8, "num_vectors": 4, "topk": 2},
+}
+
+
+def test_every_type_of_peft_is_merged_or_refused_by_name():
+    """Of those that need no more than a model of transformers."""
+    refused, failed = set(), {}
+    for peft_type, kind in PEFT_TYPE_TO_CONFIG_MAPPING.items():
+        named = {each.name for each in dataclasses.fields(kind)}
+        options = {"target_modules": ["o_proj"], "task_type": "CAUSAL_LM", "num_virtual_tokens": 2}
+        options = {k: v for k, v in options.items() if k in named}
+        try:
+            model = peft.get_peft_model(
+                base_model(), kind(**options | OPTIONS.get(peft_type.value, {}))
+            )
+        except Exception as error:
+            failed[peft_type.value] = error
+            continue
+        if (reason := refusal(model)) is not None:
+            refused.add(peft_type.value)
+            assert "cannot be merged for the rollout: the model is a " in reason
+        else:
+            assert peft_type.value == "LORA"
+    assert {"RANDLORA", "GRALORA", "DELORA", "LOHA", "OFT", "IA3"} <= refused, failed
+    assert len(refused) > 2 * len(failed), failed
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"modules_to_save": ["lm_head"]}, "lm_head is a .*ModulesToSaveWrapper"),
+        ({"trainable_token_indices": [3, 5]}, "embed_tokens is a .*TrainableTokensWrapper"),
+        ({"alora_invocation_tokens": [1, 2]}, "q_proj is a .*ALoraLinearVariant"),
+        ({"tied": True, "target_modules": ["embed_tokens"]}, "embeddings are tied"),
+        ({"tied": True, "target_modules": ["lm_head"]}, "embeddings are tied"),
+    ],
+)
+def test_what_is_trained_beside_the_layers_is_refused_by_name(options, reason):
+    options = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM", **options}
+    model = adapted(torch.float32, **options)
+    assert re.search(reason, refusal(model) or "exported")
+    assert refusal(model, lora={}) is None, "it is not merged"
+
+
+def test_experts_of_verls_own_export_are_taken_apart(world_of_one):
+    """verl's own merges with FSDP1, which does not run on a CPU: its FSDP2 export stands in."""
+    exports, model = Exports(), case_model("moe", torch.bfloat16)
+    wanted, engine = merged_by_peft(model), engine_of(model)
+    with mock.patch("verl_sglang_sync.verl.merged_lora.merged_export", return_value=None):
+        assert is_same(copied(exports.ours(engine)[0]), wanted)
+    assert exports.moves
 
 
 def test_an_export_of_the_users_own_is_taken_as_it_is(engine):
@@ -137,19 +272,8 @@ def test_an_export_of_the_users_own_is_taken_as_it_is(engine):
 
 
 def test_adapters_that_are_not_merged_are_verls(engine):
-    from verl_sglang_sync.verl.merged_lora import merged_export
-
     engine.model_config.lora = {}
     assert merged_export(engine) is None
-
-
-def test_verls_own_export_of_a_layer_that_we_do_not_know_is_right(world_of_one):
-    exports, model = Exports(), adapted(torch.bfloat16, **CASES["linear"])
-    wanted = merged_by_peft(model)
-    engine = engine_of(model)
-    _of_another_class(engine)
-    assert is_same(copied(exports.ours(engine)[0]), wanted)
-    assert exports.moves
 
 
 def test_a_buffer_is_exported_as_a_copy(engine):

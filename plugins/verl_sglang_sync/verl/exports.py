@@ -67,7 +67,9 @@ def _repeatable(method: Callable[..., Any]) -> Callable[..., Any]:
             adapter = functools.partial(method, engine, *args, **{**kwargs, "base_sync_done": True})
         sources = _sources_of(method, engine)
         export: Iterable[NamedTensor] = Reexport(repeat, weights, sources, adapter)
-        if (peft_config is None and _has_adapter(engine)) or _empties_storages(engine):
+        if peft_config is None and _has_adapter(engine):
+            export = transformed(export, functools.partial(_unfused_copies, engine))
+        elif _empties_storages(engine):
             export = transformed(export, _copied)
         return export, peft_config
 
@@ -154,6 +156,17 @@ def _copied(weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
     for name, tensor in weights:
         yield name, tensor.clone()
         del tensor
+
+
+def _unfused_copies(engine: Any, weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+    """Take the experts of verl's own export of merged adapters apart, as verl's other exports do.
+
+    verl merges into the module's parameters, and on one rank `full_tensor` may return these
+    uncopied.
+    """
+    from verl.workers.engine.fsdp.utils import unfuse_moe_params
+
+    yield from unfuse_moe_params(_copied(weights), engine.model_config.hf_config.model_type)
 
 
 def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:

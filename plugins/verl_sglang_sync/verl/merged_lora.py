@@ -4,8 +4,12 @@ verl's own export of merged adapters loads the model onto the GPU, copies the ba
 host, merges into the live parameters, and restores them. Here PEFT merges into gathered copies of
 one layer after the other, wherever the model's own parameters are:
 
-    export = merged_export(engine)  # None: verl's own export has to do
+    export = merged_export(engine)  # None: the adapters are not merged, or the model is FSDP1's
     for name, tensor in export(): ...       # collective over all ranks
+
+verl's own export merges only `LoraLayer`s, and of FSDP2's root unit none: base weights would be
+served in place of the policy. So an adapter that is not known to merge rightly is refused by name,
+with FSDP1 too, before anything is exported.
 """
 
 from __future__ import annotations
@@ -16,15 +20,18 @@ from functools import partial
 from typing import Any
 
 import torch
+from peft import LoraModel, PeftModel
 from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from verl.utils.device import get_device_id
 from verl.utils.fsdp_utils import normalize_peft_param_name
 from verl.utils.model import convert_weight_keys
+from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
-from verl_sglang_sync.report import warn_once
 from verl_sglang_sync.sources.export import NamedTensor
 
 KNOWN = {
@@ -35,51 +42,98 @@ KNOWN = {
 """Classes of layers, and of variants of LoRA, whose merge changes the layer's own weight and bias
 alone; by name, since not every release of PEFT has them all.
 """
+FUSED_EXPERTS = {"peft.tuners.lora.layer.ParamWrapper"}
+"""As `KNOWN`, but only with FSDP2: one module is wrapped once for each of its parameters."""
 
 Layers = dict[str, tuple[Any, dict[str, str]]]
 """By key of the model's state: the LoRA layer that it is of, and the key of each of its parameters,
 by their names in the layer."""
 
 
+class AdapterNotMergeable(ValueError):
+    """An adapter whose merged weights would not be those of the trained model."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"weight sync: the adapter cannot be merged for the rollout: {reason}. Nothing was "
+            "exported. Train LoRA or DoRA on linear layers, embeddings, convolutions or, with "
+            "FSDP2, fused experts, without `modules_to_save` and `trainable_token_indices`."
+        )
+
+
 def merged_export(engine: Any) -> Callable[[], Iterator[NamedTensor]] | None:
-    """What makes the export of an engine of verl's that merges adapters; None where verl does."""
-    module = engine.module
-    merges = isinstance(module, FSDPModule) and engine.model_config.lora.get("merge")
-    if not merges:
-        return None
-    keys_of = defaultdict(list)
-    for key, tensor in module.state_dict(keep_vars=True).items():
-        keys_of[id(tensor)].append(key)
-    found: dict[str, Any] = {n: m for n, m in module.named_modules() if isinstance(m, LoraLayer)}
-    layers: Layers = {}
-    for name, layer in found.items():
-        keys = {own: keys_of[id(parameter)] for own, parameter in layer.named_parameters()}
-        if (reason := _unknown(layer, keys)) is not None:
-            warn_once(
-                "weight sync: verl's own export merges the LoRA adapters, slower than layer by "
-                f"layer: {name} {reason}"
-            )
-            return None
-        key_of = {own: key for own, [key] in keys.items()}
-        layers |= dict.fromkeys(key_of.values(), (layer, key_of))
-    return partial(_export, module, layers)
+    """Make the export of a verl engine that merges adapters; None where verl makes it.
 
-
-def _unknown(layer: Any, keys: Mapping[str, list[str]]) -> str | None:
-    """Why a merge may do more than change the layer's own weight and bias; None: it does not.
-
-    Args:
-        keys: all of each parameter in the model's state.
+    Raises:
+        AdapterNotMergeable: the merged weights would be wrong.
     """
+    module = engine.module
+    if not engine.model_config.lora.get("merge"):
+        return None
+    is_fsdp2 = isinstance(module, FSDPModule)
+    model = getattr(module, "_fsdp_wrapped_module", module)
+    adapted = {n: m for n, m in model.named_modules() if isinstance(m, BaseTunerLayer)}
+    _check_model(model)
+    for name, layer in adapted.items():
+        _check_layer(name, layer, KNOWN | FUSED_EXPERTS if is_fsdp2 else KNOWN)
+    return partial(_export, model, _layers(model, adapted)) if is_fsdp2 else None
+
+
+def _check_model(model: Any) -> None:
+    """Raise AdapterNotMergeable for what is trained beside the adapter's layers."""
+    kind = _class(model.base_model if isinstance(model, PeftModel) else model)
+    if kind is not LoraModel:
+        raise AdapterNotMergeable(f"the model is a {_name(kind)}, not a {_name(LoraModel)}")
+    for name, module in model.named_modules():
+        if isinstance(module, AuxiliaryTrainingWrapper):
+            raise AdapterNotMergeable(f"{name} is a {_name(_class(module))}")
+    base = model.base_model.model
+    if not _ties_embeddings(base.config):
+        return
+    for embeddings in (base.get_input_embeddings(), base.get_output_embeddings()):
+        if embeddings is not None and any(
+            isinstance(module, BaseTunerLayer) for module in embeddings.modules()
+        ):
+            raise AdapterNotMergeable(
+                "the input and output embeddings are tied, and the adapter changes one of them: "
+                "merged into the shared weight it would change the other, too"
+            )
+
+
+def _ties_embeddings(config: Any) -> bool:
+    texts = (config, config.get_text_config()) if hasattr(config, "get_text_config") else (config,)
+    return any(getattr(text, "tie_word_embeddings", False) for text in texts)
+
+
+def _check_layer(name: str, layer: Any, known: set[str]) -> None:
+    """Raise AdapterNotMergeable if a merge may do more than change the layer's own weight."""
     classes = _class(layer), *map(type, getattr(layer, "lora_variant", {}).values())
-    others = {f"{each.__module__}.{each.__qualname__}" for each in classes} - KNOWN
+    others = set(map(_name, classes)) - known
     if others:
-        return f"is a {' and a '.join(sorted(others))}"
+        raise AdapterNotMergeable(f"{name} is a {' and a '.join(sorted(others))}")
     if layer.merged:
-        return "is merged already"
-    if any(len(found) != 1 for found in keys.values()):
-        return "has parameters that the model's state lacks, or has twice"
-    return None
+        raise AdapterNotMergeable(f"{name} is merged already")
+
+
+def _layers(model: nn.Module, adapted: Mapping[str, Any]) -> Layers:
+    """Find the state's keys of all LoRA layers; of nested ones the outermost has them all."""
+    keys_of = defaultdict(list)
+    for key, tensor in model.state_dict(keep_vars=True).items():
+        keys_of[id(tensor)].append(key)
+    layers: Layers = {}
+    for name, layer in adapted.items():
+        if any(name.startswith(f"{outer}.") for outer in adapted):
+            continue
+        key_of = {}
+        for own, parameter in layer.named_parameters():
+            keys = keys_of[id(parameter)]
+            if len(keys) != 1:
+                raise AdapterNotMergeable(
+                    f"{name} has parameters that the model's state lacks, or has twice"
+                )
+            [key_of[own]] = keys
+        layers |= dict.fromkeys(key_of.values(), (layer, key_of))
+    return layers
 
 
 def _class(layer: Any) -> type:
@@ -87,11 +141,20 @@ def _class(layer: Any) -> type:
     return type(layer).__bases__[-1] if isinstance(layer, FSDPModule) else type(layer)
 
 
-def _export(module: nn.Module, layers: Layers) -> Iterator[NamedTensor]:
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _export(model: Any, layers: Layers) -> Iterator[NamedTensor]:
+    """Name the tensors as verl's export without an adapter does, with experts taken apart."""
+    yield from unfuse_moe_params(_merged_state(model, layers), model.config.model_type)
+
+
+def _merged_state(model: nn.Module, layers: Layers) -> Iterator[NamedTensor]:
     """As verl's own: the same names in the same order, whole, those of shards in bfloat16."""
     device = get_device_id()
-    state = module.state_dict()
-    names = convert_weight_keys(normalize_peft_param_name({key: key for key in state}), module)
+    state = model.state_dict()
+    names = convert_weight_keys(normalize_peft_param_name({key: key for key in state}), model)
     merged: dict[str, Any] = {}  # of one layer
     for name, key in names.items():
         if key not in layers:
@@ -124,8 +187,20 @@ class _Merge(nn.Module):
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
-        self.layer: Any = object.__new__(_class(layer))
-        self.layer.__dict__.update(vars(layer), merged_adapters=[], _caches={})
+        self.layer = _twin(layer)
 
     def forward(self) -> None:
-        self.layer.merge()
+        layer = self.layer
+        while isinstance(layer, LoraLayer):
+            layer.merge()
+            layer = layer.base_layer
+
+
+def _twin(layer: Any) -> Any:
+    twin: Any = object.__new__(_class(layer))
+    twin.__dict__.update(vars(layer), merged_adapters=[], _caches={})
+    if isinstance(layer.base_layer, LoraLayer):
+        twin.__dict__["_modules"] = vars(layer)["_modules"] | {
+            "base_layer": _twin(layer.base_layer)
+        }
+    return twin
