@@ -28,6 +28,14 @@ WITH_LORA = (
 )
 WITHOUT_PINNED_MEMORY = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "support.unpinned"}
 
+CONVERTED: tuple[dict[str, Any], ...] = (
+    {"use_rslora": True},
+    {"use_rslora": True, "rank_pattern": {"q_proj": 4, "layers.0.mlp.up_proj": 2}},
+    {"alpha_pattern": {"o_proj": 5}, "exclude_modules": ["down_proj"]},
+    {"target_modules": ["q_proj", "v_proj"]},
+)
+"""Options of PEFT that SGLang does not read."""
+
 LogProbs = list[float]
 """Of the prompt's tokens after the first."""
 
@@ -42,16 +50,15 @@ class Adapted:
     base_log_probs: LogProbs
 
 
-def adapted(folder, seed, rank=RANK):
+def adapted(folder, seed, rank=RANK, **options):
     """A random adapter of the checkpoint in `folder`."""
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    config = LoraConfig(
-        r=rank, lora_alpha=2 * rank, target_modules=TARGETS, init_lora_weights=False
-    )
+    options = {"r": rank, "lora_alpha": 2 * rank, "target_modules": TARGETS, **options}
+    config = LoraConfig(**options, init_lora_weights=False)
     model = get_peft_model(base, config)
 
     def log_probs():
@@ -92,9 +99,12 @@ def serve(rank, weights, config):
 def test_an_adapter_is_served_and_replaced_and_one_that_does_not_fit_is_refused_by_name(tmp_path):
     from verl.workers.rollout.sglang_rollout.utils import SGLANG_LORA_NAME
 
+    close = partial(torch.testing.assert_close, atol=1e-4, rtol=0)
     make_assets(tmp_path)
     first, second = (adapted(tmp_path / "model", seed) for seed in (1, 2))
     large = adapted(tmp_path / "model", 3, rank=2 * RANK)
+    converted = [adapted(tmp_path / "model", 4, **options) for options in CONVERTED]
+    ends_engines = adapted(tmp_path / "model", 5, target_modules=["v_proj"])
     with (
         served(tmp_path, tp=2, extra=WITH_LORA, variables=WITHOUT_PINNED_MEMORY) as engine,
         engine.ranks() as ranks,
@@ -118,13 +128,18 @@ def test_an_adapter_is_served_and_replaced_and_one_that_does_not_fit_is_refused_
         for adapter in (first, second, first):
             assert ranks.run(serve, adapter.weights, adapter.config) == ["", ""]
             seen.append(log_probs())
+        (error,) = set(ranks.run(serve, ends_engines.weights, ends_engines.config))
+        assert "SGLang needs one on q_proj" in error
+        assert log_probs() == seen[-1], "the engine serves what it served"
+        for adapter in converted:
+            assert ranks.run(serve, adapter.weights, adapter.config) == ["", ""]
+            close(log_probs(), adapter.log_probs)
         (error,) = set(ranks.run(serve, large.weights, large.config))
         assert "stage 'load_adapter' failed" in error and str(2 * RANK) in error, error
         assert ask(SGLANG_LORA_NAME).status == 400
         assert ranks.run(serve, second.weights, second.config) == ["", ""]
         seen.append(log_probs())
         assert log_probs(None) == base
-    close = partial(torch.testing.assert_close, atol=1e-4, rtol=0)
     close(base, first.base_log_probs)
     for found, adapter in zip(seen, (first, second, first, second), strict=True):
         close(found, adapter.log_probs)
