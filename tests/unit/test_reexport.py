@@ -71,7 +71,7 @@ def test_verls_engines_return_repeatable_exports_once_wrapped(engine_class):
         def get_per_tensor_param(self, base_sync_done=False, **kwargs):
             self.calls.append(base_sync_done)
             if base_sync_done:
-                return dict(WEIGHTS).items(), {"r": 8}
+                return dict(WEIGHTS).items(), {"peft_type": "LORA", "r": 8}
             return iter(WEIGHTS), None
 
     class Derived(Engine):
@@ -89,7 +89,7 @@ def test_verls_engines_return_repeatable_exports_once_wrapped(engine_class):
     assert list(weights) == list(weights) == WEIGHTS
     assert engine.calls == [False, False]
     adapter, peft_config = engine.get_per_tensor_param(base_sync_done=True)
-    assert peft_config == {"r": 8}
+    assert peft_config == {"peft_type": "LORA", "r": 8}
     assert not isinstance(adapter, Reexport)
 
 

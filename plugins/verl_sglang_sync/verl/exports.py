@@ -67,9 +67,10 @@ def _repeatable(method: Callable[..., Any]) -> Callable[..., Any]:
             adapter = functools.partial(method, engine, *args, **{**kwargs, "base_sync_done": True})
         sources = _sources_of(method, engine)
         export: Iterable[NamedTensor] = Reexport(repeat, weights, sources, adapter)
-        if peft_config is None and _has_adapter(engine):
+        is_merged = peft_config is None and _has_adapter(engine)
+        if is_merged and is_verls_fsdp(method):
             export = transformed(export, functools.partial(_unfused_copies, engine))
-        elif _empties_storages(engine):
+        elif is_merged or _empties_storages(engine):
             export = transformed(export, _copied)
         return export, peft_config
 
