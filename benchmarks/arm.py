@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from benchmarks.arrival import difference
 from benchmarks.gpu_memory import MemoryPeaks, used_bytes
-from verl_sglang_sync.bench.results_file import medians
+from verl_sglang_sync.commands.bench.results_file import medians
 
 Seconds = Mapping[str, float]
 Checksums = dict[str, int]

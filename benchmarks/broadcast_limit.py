@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.arm import Setting, write_row
-from verl_sglang_sync.bench.model_shapes import weights_bytes
-from verl_sglang_sync.bench.results_file import medians
+from verl_sglang_sync.commands.bench.model_shapes import weights_bytes
+from verl_sglang_sync.commands.bench.results_file import medians
 
 COPY_LIMIT = "copy_limit"
 BUFFER_BYTES = 4 << 30

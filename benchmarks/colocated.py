@@ -4,7 +4,7 @@
     python benchmarks/colocated.py --models qwen3-30b-a3b --gpus 4 --tp 4      # see ranks
     python benchmarks/colocated.py --models tiny --device cpu
 
-See `verl_sglang_sync.bench`: `colocated` says what is measured, `arms` what each arm is.
+See `verl_sglang_sync.commands.bench`: `colocated` says what is measured, `arms` what each arm is.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ import torch  # noqa: E402
 
 from benchmarks import ranks  # noqa: E402
 from support.trainer import TrainerRank  # noqa: E402
-from verl_sglang_sync.bench.arms import ARMS, COPY_LIMIT, SYNC_STAGES  # noqa: E402
-from verl_sglang_sync.bench.colocated import ASLEEP_S, STAGES, measure  # noqa: E402
-from verl_sglang_sync.bench.model_shapes import MODELS, write_config  # noqa: E402
-from verl_sglang_sync.bench.results_file import hardware, print_table, write_results  # noqa: E402
-from verl_sglang_sync.bench.trainers import ShardedModel  # noqa: E402
+from verl_sglang_sync.commands.bench.arms import ARMS, COPY_LIMIT, SYNC_STAGES  # noqa: E402
+from verl_sglang_sync.commands.bench.colocated import ASLEEP_S, STAGES, measure  # noqa: E402
+from verl_sglang_sync.commands.bench.model_shapes import MODELS, write_config  # noqa: E402
+from verl_sglang_sync.commands.bench.results_file import hardware, print_table, write_results  # noqa: E402
+from verl_sglang_sync.commands.bench.trainers import ShardedModel  # noqa: E402
 
 
 def exporter(model: str) -> Callable[[TrainerRank], ranks.Export]:

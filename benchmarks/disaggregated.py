@@ -37,9 +37,9 @@ from benchmarks.arm import Setting  # noqa: E402
 from benchmarks.arrival import ARRIVAL_LOADER, arrival_environment  # noqa: E402
 from benchmarks.broadcast_limit import COPY_LIMIT  # noqa: E402
 from benchmarks.verl_arms import NATIVE, VERL_ARMS  # noqa: E402
-from verl_sglang_sync.bench.engine_server import engine_server  # noqa: E402
-from verl_sglang_sync.bench.model_shapes import MODELS, write_config  # noqa: E402
-from verl_sglang_sync.bench.results_file import hardware, print_table, write_results  # noqa: E402
+from verl_sglang_sync.commands.bench.engine_server import engine_server  # noqa: E402
+from verl_sglang_sync.commands.bench.model_shapes import MODELS, write_config  # noqa: E402
+from verl_sglang_sync.commands.bench.results_file import hardware, print_table, write_results  # noqa: E402
 
 NAMES = (*VERL_ARMS, COPY_LIMIT)
 STAGES = ("sync", "transfer", "group", "open", "export", "pack", "send", "load")

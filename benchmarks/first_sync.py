@@ -88,7 +88,7 @@ def serve(rank: int, tp: int, model: str, folder: Path) -> None:
     import torch
 
     from contract.tiny_architectures import Case, Ranks, build_model, prepare_process
-    from verl_sglang_sync.bench.model_shapes import MODELS, tensor_shapes
+    from verl_sglang_sync.commands.bench.model_shapes import MODELS, tensor_shapes
 
     prepare_process()
     torch.set_num_threads(1)
@@ -196,8 +196,8 @@ def timed(times: dict[str, float], phase: str, owner: Any, name: str) -> Iterato
 
 def measure(args: argparse.Namespace, tp: int, folder: Path) -> list[dict[str, Any]]:
     """A row for each arm at one TP size; the arms take turns."""
-    from verl_sglang_sync.bench.model_shapes import MODELS, tensor_shapes
-    from verl_sglang_sync.bench.results_file import medians
+    from verl_sglang_sync.commands.bench.model_shapes import MODELS, tensor_shapes
+    from verl_sglang_sync.commands.bench.results_file import medians
 
     arms = {
         name: Arm(Path(plugins), args.model, tp, folder / f"{name}-{tp}")
@@ -234,7 +234,7 @@ def main() -> None:
         serve(int(rank), int(tp), model, Path(folder))
         return
     sys.path.insert(0, str(ROOT))
-    from verl_sglang_sync.bench.results_file import hardware, print_table, write_results
+    from verl_sglang_sync.commands.bench.results_file import hardware, print_table, write_results
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="qwen3-30b-a3b")

@@ -24,12 +24,12 @@ sys.path[:0] = [str(path) for path in (ROOT, ROOT / "plugins")]
 import psutil  # noqa: E402
 import torch  # noqa: E402
 
-from verl_sglang_sync.bench.arms import ARMS, manager_of  # noqa: E402
-from verl_sglang_sync.bench.colocated import prepare  # noqa: E402
-from verl_sglang_sync.bench.engine_server import engine_server  # noqa: E402
-from verl_sglang_sync.bench.model_shapes import MODELS, write_config  # noqa: E402
-from verl_sglang_sync.bench.results_file import hardware, write_results  # noqa: E402
-from verl_sglang_sync.bench.trainers import ShardedModel, dtype_on, size_of  # noqa: E402
+from verl_sglang_sync.commands.bench.arms import ARMS, manager_of  # noqa: E402
+from verl_sglang_sync.commands.bench.colocated import prepare  # noqa: E402
+from verl_sglang_sync.commands.bench.engine_server import engine_server  # noqa: E402
+from verl_sglang_sync.commands.bench.model_shapes import MODELS, write_config  # noqa: E402
+from verl_sglang_sync.commands.bench.results_file import hardware, write_results  # noqa: E402
+from verl_sglang_sync.commands.bench.trainers import ShardedModel, dtype_on, size_of  # noqa: E402
 
 SHARED_MEMORY = Path("/dev/shm")
 

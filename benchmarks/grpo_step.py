@@ -23,8 +23,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "recipes")]
 
 from benchmarks.gpu_memory import MemorySamples  # noqa: E402
-from verl_sglang_sync.bench.model_shapes import MODELS  # noqa: E402
-from verl_sglang_sync.bench.results_file import hardware, medians, print_table, write_results  # noqa: E402
+from verl_sglang_sync.commands.bench.model_shapes import MODELS  # noqa: E402
+from verl_sglang_sync.commands.bench.results_file import (  # noqa: E402
+    hardware,
+    medians,
+    print_table,
+    write_results,
+)
 
 ARMS = {
     "native": "",

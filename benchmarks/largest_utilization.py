@@ -30,8 +30,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "recipes")]
 
 from benchmarks import grpo_step  # noqa: E402
 from benchmarks.gpu_memory import used_bytes  # noqa: E402
-from verl_sglang_sync.bench.model_shapes import MODELS, weights_bytes  # noqa: E402
-from verl_sglang_sync.bench.results_file import hardware, print_table, write_results  # noqa: E402
+from verl_sglang_sync.commands.bench.model_shapes import MODELS, weights_bytes  # noqa: E402
+from verl_sglang_sync.commands.bench.results_file import hardware, print_table, write_results  # noqa: E402
 
 ARMS = {
     "native": ("native", True),

@@ -34,7 +34,7 @@ import torch.distributed as dist  # noqa: E402
 from sglang_loader.common.copies.kernel import WORD  # noqa: E402
 from sglang_loader.common.shared_memory import map_buffer, share_storage  # noqa: E402
 from support.kernel_copies import launcher  # noqa: E402
-from verl_sglang_sync.bench.results_file import write_results  # noqa: E402
+from verl_sglang_sync.commands.bench.results_file import write_results  # noqa: E402
 
 EXPERTS, INTERMEDIATE, HIDDEN = 128, 768, 2048  # of Qwen3-30B-A3B
 NUM_LAYERS, NUM_RUNS, NUM_WARM_UPS = 10, 5, 2

@@ -37,7 +37,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "plugins")]
 from benchmarks.scale_ranks import CASES, Case, EngineRank, summary_of, trace_of  # noqa: E402
 from sglang_loader.common.layout import BucketLayout  # noqa: E402
 from sglang_loader.common.regions.arrangement import Read  # noqa: E402
-from verl_sglang_sync.bench.results_file import write_results  # noqa: E402
+from verl_sglang_sync.commands.bench.results_file import write_results  # noqa: E402
 from verl_sglang_sync.routes.exchange import PIECES_PER_BUCKET  # noqa: E402
 from verl_sglang_sync.routes.shards.exchange_plan import (  # noqa: E402
     PieceSends,

@@ -25,10 +25,10 @@ import torch.distributed as dist
 
 from sglang_loader.common.copies.strided import synchronize_device
 from support.trainer import Ranks, TrainerRank
-from verl_sglang_sync.bench.arms import BUCKET_BYTES, NativeManager, notes_of
-from verl_sglang_sync.bench.engine_server import engine_server, wait_until_healthy
-from verl_sglang_sync.bench.model_shapes import MODELS
-from verl_sglang_sync.bench.results_file import medians
+from verl_sglang_sync.commands.bench.arms import BUCKET_BYTES, NativeManager, notes_of
+from verl_sglang_sync.commands.bench.engine_server import engine_server, wait_until_healthy
+from verl_sglang_sync.commands.bench.model_shapes import MODELS
+from verl_sglang_sync.commands.bench.results_file import medians
 
 OURS: dict[str, dict[str, Any]] = {
     "per_tensor": {"mode": "bucketed", "bucket_bytes": 1},

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_loader.common.stage_costs import StageCosts
-from verl_sglang_sync.bench.results_file import medians, write_results
+from verl_sglang_sync.commands.bench.results_file import medians, write_results
 from verl_sglang_sync.report import SyncReport
 
 NUM_BUCKETS, NUM_TENSORS, NUM_BYTES = 8, 399, 16_381_470_720

@@ -30,7 +30,7 @@ import torch
 from benchmarks.arm import Seconds, Setting, measure_arm, run_arms
 from benchmarks.arrival import engine_checksums
 from sglang_loader.common.copies.strided import synchronize_device
-from verl_sglang_sync.bench.engine_server import wait_until_healthy
+from verl_sglang_sync.commands.bench.engine_server import wait_until_healthy
 
 NATIVE = "verl_nccl"
 SENT = {"mode": "compiled", "read_in_place": False}
@@ -269,7 +269,7 @@ def _trainer_class() -> type[Any]:
         def __init__(self, setting: Setting) -> None:
             super().__init__()
             import verl_sglang_sync.verl_plugin  # noqa: F401
-            from verl_sglang_sync.bench.trainers import ShardedModel, dtype_on, size_of
+            from verl_sglang_sync.commands.bench.trainers import ShardedModel, dtype_on, size_of
 
             on_gpu = setting.device == "cuda"
             torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")

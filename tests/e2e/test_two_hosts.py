@@ -31,7 +31,7 @@ from support.served import environment
 from support.settings import ENGINE_ON_A_CPU
 from support.trainer import Ranks, read_hashes, sync_error
 from unit.composed_recipe import ROLLOUT, SECTION, compose
-from verl_sglang_sync.bench.engine_server import START_TIMEOUT_S
+from verl_sglang_sync.commands.bench.engine_server import START_TIMEOUT_S
 from verl_sglang_sync.engine.server_client import operations
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

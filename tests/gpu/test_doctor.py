@@ -1,7 +1,7 @@
 """The doctor's probes that need a GPU."""
 
-from verl_sglang_sync.doctor import hardware
-from verl_sglang_sync.doctor.check import Status, run_probe
+from verl_sglang_sync.commands.doctor import hardware
+from verl_sglang_sync.commands.doctor.check import Status, run_probe
 
 
 def test_cuda_ipc_and_memory_saver_really_work():

@@ -16,7 +16,7 @@ from support.engine_loaders import HASH_LOADER
 from support.forks import CPU_ENVIRONMENT, Fork, python_path, serve
 from support.ipc import serialize_handles
 from support.trainer import CPU, Hashes, Ranks, TrainerRank, read_hashes
-from verl_sglang_sync.bench.engine_server import engine_server, launch
+from verl_sglang_sync.commands.bench.engine_server import engine_server, launch
 from verl_sglang_sync.engine.server_client import operations
 from verl_sglang_sync.engine.server_client.client import SGLangServerClient
 

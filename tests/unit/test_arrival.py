@@ -8,7 +8,7 @@ from benchmarks.arm import Setting
 from benchmarks.arrival import advance, checksums, difference, merged
 from benchmarks.broadcast_limit import limit_bytes
 
-from verl_sglang_sync.bench.model_shapes import weights_bytes
+from verl_sglang_sync.commands.bench.model_shapes import weights_bytes
 
 
 def trainers():

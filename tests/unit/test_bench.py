@@ -6,9 +6,9 @@ import pytest
 from typer.testing import CliRunner
 
 from support.forks import Fork
-from verl_sglang_sync.bench.engine_server import engine_server
-from verl_sglang_sync.bench.model_shapes import largest_that_fits
-from verl_sglang_sync.cli import app
+from verl_sglang_sync.commands.bench.engine_server import engine_server
+from verl_sglang_sync.commands.bench.model_shapes import largest_that_fits
+from verl_sglang_sync.commands.cli import app
 
 H200, H100, RTX_4090 = 150 << 30, 80 << 30, 24 << 30
 

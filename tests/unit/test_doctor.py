@@ -19,10 +19,10 @@ from typer.testing import CliRunner
 
 from sglang_loader.common import shared_memory
 from sglang_loader.probe import SGLangFacts
-from verl_sglang_sync import cli
-from verl_sglang_sync.doctor import hardware, installation, presets, report
-from verl_sglang_sync.doctor.check import Check, ProbeError, Status, run_probe
-from verl_sglang_sync.doctor.hardware import cuda_ipc_check
+from verl_sglang_sync.commands import cli
+from verl_sglang_sync.commands.doctor import hardware, installation, presets, report
+from verl_sglang_sync.commands.doctor.check import Check, ProbeError, Status, run_probe
+from verl_sglang_sync.commands.doctor.hardware import cuda_ipc_check
 
 OK, WARN, FAIL = Status.OK, Status.WARN, Status.FAIL
 CPU, GPU = (), ("H200", "H200")

@@ -2,9 +2,9 @@
 
 import pytest
 
+from verl_sglang_sync.commands.doctor import presets
+from verl_sglang_sync.commands.doctor.check import Status
 from verl_sglang_sync.config import PRESETS
-from verl_sglang_sync.doctor import presets
-from verl_sglang_sync.doctor.check import Status
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from verl_sglang_sync.commands.report_files.runs import STAGES
 from verl_sglang_sync.config import COMPILED_KEYS, PRESET_KEYS
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.report_files.runs import STAGES
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/results/*.md")]

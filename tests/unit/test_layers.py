@@ -16,10 +16,7 @@ LAYERS = {
     ),
     "verl_sglang_sync": (
         "verl_plugin",
-        "cli",
-        "bench",
-        "doctor",
-        "report_files",
+        "commands",
         "verl",
         "sync",
         "routes",
@@ -36,7 +33,7 @@ LAYERS = {
 """Folders and modules of each package, top to bottom."""
 
 WHO_IMPORTS = {
-    "sglang": {"sglang_loader", "verl_sglang_sync.verl", "verl_sglang_sync.bench"},
+    "sglang": {"sglang_loader", "verl_sglang_sync.verl", "verl_sglang_sync.commands.bench"},
     "verl": {"verl_sglang_sync"},
 }
 

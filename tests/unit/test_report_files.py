@@ -6,9 +6,9 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from verl_sglang_sync import cli
+from verl_sglang_sync.commands import cli
+from verl_sglang_sync.commands.report_files.runs import read_run, trace_of
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.report_files.runs import read_run, trace_of
 
 SLEEP = {"release": 0.5, "resume_weights": 0.25}
 FIRST = {**SLEEP, "export": 3.0, "load": 12.0, "learn": 8.0, "resume_kv_cache": 0.125}
@@ -116,7 +116,7 @@ def test_plot(compiled, disaggregated, tmp_path, suffix):
 
 
 def test_the_bars_are_the_stages_of_the_median_sync(compiled, disaggregated):
-    from verl_sglang_sync.report_files.plot import draw
+    from verl_sglang_sync.commands.report_files.plot import draw
 
     bars, lines = draw([read_run(compiled), read_run(disaggregated)]).axes
     assert sum(bar.get_width() for bar in bars.patches) == pytest.approx(2.625 + 4.0)
@@ -206,7 +206,7 @@ def test_what_cannot_be_drawn_is_refused(compiled, tmp_path, monkeypatch):
     assert compiled.read_bytes() == before
     unwritable = run(compiled, "--plot", tmp_path / "missing" / "picture.png")
     assert (unwritable.exit_code, unwritable.stdout) == (2, "")
-    monkeypatch.delitem(sys.modules, "verl_sglang_sync.report_files.plot", raising=False)
+    monkeypatch.delitem(sys.modules, "verl_sglang_sync.commands.report_files.plot", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = run(compiled, "--plot", tmp_path / "picture.png")
     assert (result.exit_code, result.stdout) == (2, "")

@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from sglang_loader.probe import SGLangFacts
-from verl_sglang_sync.doctor.check import FAIL, OK, WARN, Check, last_line
+from verl_sglang_sync.commands.doctor.check import FAIL, OK, WARN, Check, last_line
 
 DISTRIBUTION = "verl-sglang-sync"
 TESTED = {

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from verl_sglang_sync.report_files.runs import Run, stage_position
+from verl_sglang_sync.commands.report_files.runs import Run, stage_position
 
 LOG_FROM = 10
 """The scale is logarithmic if the longest sync took this many times as long as the shortest: the

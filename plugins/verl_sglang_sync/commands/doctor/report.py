@@ -12,8 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from sglang_loader.probe import collect as probe_sglang
-from verl_sglang_sync.doctor import hardware, installation, presets
-from verl_sglang_sync.doctor.check import FAIL, OK, Check, Status, last_line, run_probe
+from verl_sglang_sync.commands.doctor import hardware, installation, presets
+from verl_sglang_sync.commands.doctor.check import FAIL, OK, Check, Status, last_line, run_probe
 
 STYLES = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "bold red"}
 

@@ -8,7 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from verl_sglang_sync.report_files.runs import ReplicaSync, Run, stage_position
+from verl_sglang_sync.commands.report_files.runs import ReplicaSync, Run, stage_position
 
 Row = tuple[str, Callable[[ReplicaSync], str]]
 

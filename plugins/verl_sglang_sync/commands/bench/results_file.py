@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from verl_sglang_sync.doctor.installation import installed_version, tested_beside
+from verl_sglang_sync.commands.doctor.installation import installed_version, tested_beside
 
 
 def medians(runs: Iterable[Mapping[str, float]]) -> dict[str, float]:

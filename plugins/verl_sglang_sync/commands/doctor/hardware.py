@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from verl_sglang_sync.doctor.check import FAIL, OK, WARN, Check, last_line, run_probe
+from verl_sglang_sync.commands.doctor.check import FAIL, OK, WARN, Check, last_line, run_probe
 
 SHM = Path("/dev/shm")
 SHM_WANTED_BYTES = 2 << 30

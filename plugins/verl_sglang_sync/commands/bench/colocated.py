@@ -24,11 +24,11 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from sglang_loader.common.copies.strided import synchronize_device
-from verl_sglang_sync.bench.arms import ARMS, COPY_LIMIT, Arm, manager_of, notes_of
-from verl_sglang_sync.bench.engine_server import engine_server, wait_until_healthy
-from verl_sglang_sync.bench.model_shapes import MODELS, tensor_shapes, write_config
-from verl_sglang_sync.bench.results_file import medians
-from verl_sglang_sync.bench.trainers import ShardedModel, dtype_on, size_of
+from verl_sglang_sync.commands.bench.arms import ARMS, COPY_LIMIT, Arm, manager_of, notes_of
+from verl_sglang_sync.commands.bench.engine_server import engine_server, wait_until_healthy
+from verl_sglang_sync.commands.bench.model_shapes import MODELS, tensor_shapes, write_config
+from verl_sglang_sync.commands.bench.results_file import medians
+from verl_sglang_sync.commands.bench.trainers import ShardedModel, dtype_on, size_of
 
 NUM_WARM_UPS = 4  # compiled: one records, one replays in place, one keeps what it maps, one more
 STAGES = ("release", "resume_weights", "sync", "resume_kv", "cycle")

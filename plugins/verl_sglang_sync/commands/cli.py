@@ -29,8 +29,8 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
 ) -> None:
     """Check installation, machine, and a recipe or all presets; status 1: a check has failed."""
-    from verl_sglang_sync.doctor import report
-    from verl_sglang_sync.doctor.check import Status
+    from verl_sglang_sync.commands.doctor import report
+    from verl_sglang_sync.commands.doctor.check import Status
 
     with Console(stderr=True).status("importing verl and SGLang (about 20 s)"):
         checks = report.diagnose(overrides or ())
@@ -60,10 +60,10 @@ def bench(
     """Measure sleep, wake-up and sync of a random model: verl's own, ours, and the copy limit."""
     import torch
 
-    from verl_sglang_sync.bench.arms import ARMS, COPY_LIMIT
-    from verl_sglang_sync.bench.colocated import STAGES, measure
-    from verl_sglang_sync.bench.model_shapes import FOR_A_CPU, MODELS, largest_that_fits
-    from verl_sglang_sync.bench.results_file import print_table, write_results
+    from verl_sglang_sync.commands.bench.arms import ARMS, COPY_LIMIT
+    from verl_sglang_sync.commands.bench.colocated import STAGES, measure
+    from verl_sglang_sync.commands.bench.model_shapes import FOR_A_CPU, MODELS, largest_that_fits
+    from verl_sglang_sync.commands.bench.results_file import print_table, write_results
 
     has_gpu = torch.cuda.is_available()
     device, names = device or ("cuda" if has_gpu else "cpu"), [a.strip() for a in arms.split(",")]
@@ -109,15 +109,15 @@ def report(
     trace: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto: .json.")] = None,
 ) -> None:
     """Show what the syncs of one run cost, or compare several runs side by side."""
-    from verl_sglang_sync.report_files.runs import ReportFileError, read_run, trace_of
-    from verl_sglang_sync.report_files.table import headings, table_of
+    from verl_sglang_sync.commands.report_files.runs import ReportFileError, read_run, trace_of
+    from verl_sglang_sync.commands.report_files.table import headings, table_of
 
     for option, path, allowed in (("plot", plot, PICTURES), ("trace", trace, TRACES)):
         if path is not None and path.suffix not in allowed:
             _refuse(f"--{option} {path}: allowed: {', '.join(allowed)}")
     if plot is not None:
         try:
-            from verl_sglang_sync.report_files.plot import draw
+            from verl_sglang_sync.commands.report_files.plot import draw
         except ImportError as error:
             _refuse(f"--plot needs matplotlib: pip install matplotlib ({error})")
     try:

@@ -16,6 +16,8 @@ from typing import NoReturn
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_sglang_sync.commands.doctor.check import FAIL, OK, WARN, Check
+from verl_sglang_sync.commands.doctor.installation import REINSTALL
 from verl_sglang_sync.config import (
     BACKEND_KEY,
     DISAGGREGATED_BACKEND,
@@ -23,8 +25,6 @@ from verl_sglang_sync.config import (
     ROLLOUT,
     WeightSyncConfig,
 )
-from verl_sglang_sync.doctor.check import FAIL, OK, WARN, Check
-from verl_sglang_sync.doctor.installation import REINSTALL
 
 USUAL = (
     f"{ROLLOUT}.name=sglang",

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from sglang_loader.common.shared_memory import share_on_host
-from verl_sglang_sync.bench.model_shapes import MODELS, tensor_shapes, weights_bytes
+from verl_sglang_sync.commands.bench.model_shapes import MODELS, tensor_shapes, weights_bytes
 from verl_sglang_sync.sources.export import NamedTensor, Reexport
 from verl_sglang_sync.sources.snapshot import module_state
 
