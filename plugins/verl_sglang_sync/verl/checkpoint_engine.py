@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Any
 
 import ray
@@ -33,28 +32,14 @@ from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sources.export import AdapterExport, NamedTensor
 from verl_sglang_sync.sync.adapter_sync import AdapterSync
 from verl_sglang_sync.sync.transport import SessionTransport, disaggregated_transport
-from verl_sglang_sync.verl.engine_format import EngineFormat
 from verl_sglang_sync.verl.exports import make_exports_repeatable
+from verl_sglang_sync.verl.rollout_server import (
+    RolloutServer,
+    current_device,
+    rollout_of_this_process,
+)
 
 NCCL_VARIABLE = "NCCL_CUMEM_ENABLE"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RolloutServer:
-    """A replica's server, as its first rollout worker describes it to the trainer.
-
-    Attributes:
-        actor_name: name of the Ray actor around the replica's server.
-        num_ranks: number of tensor-parallel ranks of the engine.
-        format: names and dtypes in which the engine expects the weights.
-        access: arguments of the server's client (`SGLangServerClient`): time limits and API keys.
-    """
-
-    actor_name: str
-    num_ranks: int
-    settings: WeightSyncConfig
-    format: EngineFormat
-    access: Mapping[str, Any]
 
 
 @CheckpointEngineRegistry.register(DISAGGREGATED_BACKEND)
@@ -91,8 +76,6 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """The server that this rollout worker leads; None in trainers and on other ranks."""
         if not self._is_rollout:
             return None
-        from verl_sglang_sync.verl.rollout import rollout_of_this_process
-
         return rollout_of_this_process().rollout_server()
 
     @classmethod
@@ -219,8 +202,6 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def _session_transport(self) -> SessionTransport:
         if self._transport is None:
-            from verl_sglang_sync.verl.rollout import current_device
-
             device, settings = current_device(), self._settings
             _check_nccl(device)
             address = ray.util.get_node_ip_address().strip("[]") if self._is_source else None

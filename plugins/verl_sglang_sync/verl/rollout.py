@@ -6,12 +6,10 @@ Every trainer worker has one. Without a `+weight_sync` preset it only calls verl
 
 from __future__ import annotations
 
-import weakref
 from functools import partial
 from typing import Any
 
 import torch
-from verl.utils.device import get_device_id, get_device_name
 from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
 
 from verl_sglang_sync.collective import TorchTrainerGroup
@@ -22,9 +20,9 @@ from verl_sglang_sync.report import warn_once
 from verl_sglang_sync.stages import KV_CACHE
 from verl_sglang_sync.sync.sharding_manager import SGLangShardingManager
 from verl_sglang_sync.verl.adapter import collect_adapter
-from verl_sglang_sync.verl.checkpoint_engine import RolloutServer
 from verl_sglang_sync.verl.engine_format import EngineFormat
 from verl_sglang_sync.verl.exports import make_exports_repeatable
+from verl_sglang_sync.verl.rollout_server import RolloutServer, current_device, register_rollout
 from verl_sglang_sync.verl.upstream import complete_server_client
 
 LORA_SLEEP_LEVEL = 1  # verl: only the KV cache sleeps where a LoRA adapter is served
@@ -40,8 +38,7 @@ class WeightSyncRollout(ServerAdapter):  # type: ignore[misc]
         if self._settings is not None:
             make_exports_repeatable()
             complete_server_client()
-        global _rollout
-        _rollout = weakref.ref(self)
+        register_rollout(self)
 
     def rollout_server(self) -> RolloutServer | None:
         """The server that this rollout worker leads, for a trainer elsewhere, or None."""
@@ -177,23 +174,3 @@ class WeightSyncRollout(ServerAdapter):  # type: ignore[misc]
         keys = {key: kwargs.get(key) for key in ("api_key", "admin_api_key")}
         limits = {"timeout_s": settings.request_timeout_s, "timeouts_s": settings.timeouts_s}
         return keys | limits
-
-
-_rollout: weakref.ref[WeightSyncRollout] | None = None
-
-
-def rollout_of_this_process() -> WeightSyncRollout:
-    """The rollout that verl has made in this process; there is at most one."""
-    rollout = _rollout() if _rollout is not None else None
-    if rollout is None:
-        raise RuntimeError(
-            "this process has no rollout of verl-sglang-sync: rollout.name is not 'sglang', or "
-            "another plugin replaced the rollout's class; see `verl-sglang-sync doctor`"
-        )
-    return rollout
-
-
-def current_device() -> torch.device:
-    """The device that verl runs this process on; a CPU has no index."""
-    index = get_device_id()
-    return torch.device(get_device_name(), index) if isinstance(index, int) else torch.device(index)
