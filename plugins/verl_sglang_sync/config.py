@@ -21,8 +21,7 @@ from msgspec import Meta
 from sglang_loader.common.check_remarks import ManifestCheck
 from sglang_loader.common.engine_settings import GatePolicy, HostBackup, StaleRequests
 from sglang_loader.common.session.messages import MAX_TIMEOUT_S
-from verl_sglang_sync.engine.server_client.operations import LIMITS, checked_base_url
-from verl_sglang_sync.engine.server_client.router import KEY_VARIABLE
+from verl_sglang_sync.http_settings import KEY_VARIABLE, LIMITS, checked_base_url
 from verl_sglang_sync.stages import SLEEP_ORDER, WAKE_ORDER, StageOrder
 
 Mode = Literal["bucketed", "flattened", "compiled"]

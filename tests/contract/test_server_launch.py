@@ -17,7 +17,7 @@ from support.captured_launch import (
 )
 from support.router import Router, serving
 from unit.composed_recipe import ROLLOUT, SECTION, compose
-from verl_sglang_sync.engine.server_client.router import KEY_VARIABLE
+from verl_sglang_sync.http_settings import KEY_VARIABLE
 from verl_sglang_sync.verl.upstream import fields
 
 # Every argument that does not reach SGLang as the recipe gives it, and why.

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from support.router import RouterProcess
-from verl_sglang_sync.engine.server_client.router import RouterClient
-from verl_sglang_sync.verl.router_guard import GuardedWorker, start_guard
+from verl_sglang_sync.router.client import RouterClient
+from verl_sglang_sync.router.guard import GuardedWorker, start_guard
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

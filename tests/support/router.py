@@ -13,7 +13,7 @@ from typing import Any, Literal
 from aiohttp import web
 
 from support.remote import Remote, finish, results_of
-from verl_sglang_sync.engine.server_client.operations import server_url
+from verl_sglang_sync.http_settings import server_url
 
 Dialect = Literal["0.1", "0.2", "0.3"]
 START_TIMEOUT_S = 60

@@ -18,7 +18,7 @@ from verl_sglang_sync.config import (
     WeightSyncConfig,
 )
 from verl_sglang_sync.config import PRESETS as KNOWN_PRESETS
-from verl_sglang_sync.engine.server_client.operations import LIMITS
+from verl_sglang_sync.http_settings import LIMITS
 
 PRESETS = sorted(
     path.name.removesuffix(".yaml")

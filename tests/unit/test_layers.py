@@ -18,6 +18,7 @@ LAYERS = {
         "verl_plugin",
         "commands",
         "verl",
+        "router",
         "sync",
         "routes",
         "engine",
@@ -27,7 +28,7 @@ LAYERS = {
         "config",
         "report",
         "stages",
-        "engine.server_client",
+        "http_settings",
     ),
 }
 """Folders and modules of each package, top to bottom."""

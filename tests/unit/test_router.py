@@ -9,11 +9,12 @@ from urllib.parse import quote
 import pytest
 
 from support.router import Router, serving
-from verl_sglang_sync.engine.server_client import client, router
+from verl_sglang_sync.engine.server_client import client
 from verl_sglang_sync.engine.server_client.errors import RouterError
-from verl_sglang_sync.engine.server_client.operations import checked_base_url, server_url
-from verl_sglang_sync.engine.server_client.router import RouterClient, Worker
-from verl_sglang_sync.verl.router_guard import GuardedWorker, start_guard
+from verl_sglang_sync.http_settings import checked_base_url, server_url
+from verl_sglang_sync.router import client as router_client
+from verl_sglang_sync.router.client import RouterClient, Worker
+from verl_sglang_sync.router.guard import GuardedWorker, start_guard
 
 SERVER = "http://10.0.0.1:30000"
 SERVER6 = "http://[fd00::1]:30000"
@@ -22,7 +23,7 @@ SERVER6 = "http://[fd00::1]:30000"
 @pytest.fixture(autouse=True)
 def short_delays(monkeypatch):
     monkeypatch.setattr(client, "RETRY_DELAY_S", 0.05)
-    monkeypatch.setattr(router, "POLL_S", 0.02)
+    monkeypatch.setattr(router_client, "POLL_S", 0.02)
 
 
 def talk(served, conversation, *, timeout_s=5.0, **access):
@@ -126,7 +127,7 @@ def test_a_guard_that_finds_no_router_says_so(capfd):
 
 
 def test_the_guard_imports_no_engine():
-    code = "import sys, verl_sglang_sync.verl.router_guard; print([*sys.modules])"
+    code = "import sys, verl_sglang_sync.router.guard; print([*sys.modules])"
     command = [sys.executable, "-c", code]
     modules = subprocess.run(command, capture_output=True, check=True, text=True).stdout
     assert "'msgspec'" in modules

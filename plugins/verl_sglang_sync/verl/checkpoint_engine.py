@@ -26,8 +26,8 @@ from verl_sglang_sync.collective import (
 )
 from verl_sglang_sync.config import DISAGGREGATED_BACKEND, WeightSyncConfig
 from verl_sglang_sync.engine.server_client.client import SGLangServerClient
-from verl_sglang_sync.engine.server_client.operations import server_url
 from verl_sglang_sync.engine.update_groups import Replica
+from verl_sglang_sync.http_settings import server_url
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sources.export import AdapterExport, NamedTensor
 from verl_sglang_sync.sync.adapter_sync import AdapterSync

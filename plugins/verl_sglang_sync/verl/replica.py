@@ -25,9 +25,9 @@ from sglang_loader.common.engine_settings import (
 from sglang_loader.common.session.messages import SESSION_FORMAT
 from sglang_loader.common.stage_costs import StageCosts
 from verl_sglang_sync.config import DISAGGREGATED_BACKEND, WeightSyncConfig
-from verl_sglang_sync.engine.server_client.operations import server_url
-from verl_sglang_sync.engine.server_client.router import KEY_VARIABLE, RouterClient
-from verl_sglang_sync.verl.router_guard import GuardedWorker, start_guard
+from verl_sglang_sync.http_settings import KEY_VARIABLE, server_url
+from verl_sglang_sync.router.client import RouterClient
+from verl_sglang_sync.router.guard import GuardedWorker, start_guard
 from verl_sglang_sync.verl.step_metrics import show_metrics_in_steps
 from verl_sglang_sync.verl.upstream import (
     is_abort,

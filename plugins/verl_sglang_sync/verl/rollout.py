@@ -15,7 +15,7 @@ from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
 from verl_sglang_sync.collective import TorchTrainerGroup
 from verl_sglang_sync.config import DISAGGREGATED_BACKEND, WeightSyncConfig
 from verl_sglang_sync.engine.server_client.client import SGLangServerClient
-from verl_sglang_sync.engine.server_client.operations import server_url
+from verl_sglang_sync.http_settings import server_url
 from verl_sglang_sync.report import warn_once
 from verl_sglang_sync.stages import KV_CACHE
 from verl_sglang_sync.sync.sharding_manager import SGLangShardingManager

@@ -18,7 +18,7 @@ from typing import Any
 
 from sglang_loader.common.engine_settings import HOST_BACKUP_VARIABLE, HostBackup
 from sglang_loader.common.session.messages import SESSION_FORMAT
-from verl_sglang_sync.engine.server_client.operations import server_url
+from verl_sglang_sync.http_settings import server_url
 
 START_TIMEOUT_S = 600  # the first start with flashinfer compiles its kernels: 4 minutes
 PR_SET_PDEATHSIG = 1  # prctl(2)

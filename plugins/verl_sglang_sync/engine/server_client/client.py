@@ -48,7 +48,7 @@ class SGLangServerClient:
     Attributes:
         base_url: such as "http://10.0.0.1:30000" or "http://[::1]:30000".
         timeout_s: limit of the wait for a reply, or for its next part, in seconds.
-        timeouts_s: other limits for some operations, by `operations.LIMITS`.
+        timeouts_s: other limits for some operations, by `http_settings.LIMITS`.
         admin_api_key: SGLang's `admin_api_key`, which its control endpoints need if it is set.
         rank: the trainer's rank, for errors.
         replica: the rollout replica, for errors.

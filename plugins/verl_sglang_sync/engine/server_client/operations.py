@@ -1,4 +1,4 @@
-"""The server's operations, their requests, and base URLs; `client` sends them."""
+"""The server's operations and their requests; `client` sends them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import base64
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Any, Literal, get_args
-from urllib.parse import urlsplit
+from typing import Any, Literal
 
-Limit = Literal["update", "release", "resume", "group", "info"]
-LIMITS: tuple[str, ...] = get_args(Limit)
+from verl_sglang_sync.http_settings import Limit
 
 
 @dataclass(frozen=True)
@@ -137,26 +135,3 @@ def unload_adapter(name: str) -> Call:
 def model_info() -> Call:
     """The model, and the version of its weights as `weight_version`."""
     return Call(MODEL_INFO)
-
-
-def server_url(host: str, port: int) -> str:
-    """Base URL of the HTTP server at a name or an address, IPv6 ones with or without brackets."""
-    bare = host.removeprefix("[").removesuffix("]")
-    return f"http://[{bare}]:{port}" if ":" in bare else f"http://{host}:{port}"
-
-
-def checked_base_url(key: str, value: object) -> str:
-    """The base URL that a user gave, without a slash at its end; `ValueError` names the key."""
-    allowed = "expected a URL such as http://10.0.0.1:30000 or https://[::1]:30000"
-    if not isinstance(value, str):
-        raise ValueError(f"{key}={value!r}: {allowed}")
-    try:
-        parts = urlsplit(value)
-        port = parts.port
-    except ValueError as error:
-        raise ValueError(f"{key}={value!r}: {error}; {allowed}") from None
-    usable = parts.scheme in ("http", "https") and parts.hostname and port != 0
-    usable = usable and not any(map(str.isspace, value))
-    if not usable or parts.query or parts.fragment or parts.username is not None:
-        raise ValueError(f"{key}={value!r}: {allowed}")
-    return value.rstrip("/")

@@ -20,7 +20,7 @@ from typing import IO
 import msgspec
 
 from verl_sglang_sync.engine.server_client.errors import RouterError
-from verl_sglang_sync.engine.server_client.router import RouterClient, Worker
+from verl_sglang_sync.router.client import RouterClient, Worker
 
 TIMEOUT_S = 10.0
 
@@ -35,7 +35,7 @@ class GuardedWorker(msgspec.Struct, frozen=True, kw_only=True):
 
 def start_guard(guarded: GuardedWorker) -> IO[bytes]:
     """Start the guard, which acts when the returned pipe is closed, or this process ends."""
-    command = [sys.executable, "-m", "verl_sglang_sync.verl.router_guard"]
+    command = [sys.executable, "-m", "verl_sglang_sync.router.guard"]
     child = subprocess.Popen(command, stdin=subprocess.PIPE)
     assert child.stdin is not None
     child.stdin.write(msgspec.json.encode(guarded) + b"\n")

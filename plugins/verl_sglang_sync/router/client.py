@@ -29,9 +29,7 @@ from verl_sglang_sync.engine.server_client.errors import (
     ServerError,
 )
 from verl_sglang_sync.engine.server_client.operations import Call, Operation
-
-KEY_VARIABLE = "VERL_SGLANG_SYNC_ROUTER_API_KEY"
-"""Environment variable with the router's own key, in the processes that launch servers."""
+from verl_sglang_sync.http_settings import KEY_VARIABLE
 
 POLL_S = 0.25
 NO_SUCH_ROUTE = (404, 405)

@@ -1,0 +1,1 @@
+"""Registration of rollout servers with an SGLang router (`router_url`)."""
