@@ -151,7 +151,7 @@ class TestRouter:
                 recipe = recipe_of(model, url, *overrides, num_hosts=2)
                 with (
                     captured_launch(hosts) as launched,
-                    mock.patch("verl_sglang_sync.verl.replica.start_guard", watched.append),
+                    mock.patch("verl_sglang_sync.router.registration.start_guard", watched.append),
                 ):
                     await launch_replica(recipe, nnodes=2)
                 return launched

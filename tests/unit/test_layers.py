@@ -1,37 +1,25 @@
 """Imports go one way: each folder knows those below it, and none above."""
 
+import re
+from graphlib import TopologicalSorter
+from pathlib import Path
+
 import pytest
 
 from support.our_imports import imports
 
-LAYERS = {
-    "sglang_loader": (
-        "sglang_plugin",
-        "hooks",
-        "session",
-        "host_backup",
-        "load_plan",
-        "upstream",
-        "common",
-    ),
-    "verl_sglang_sync": (
-        "verl_plugin",
-        "commands",
-        "verl",
-        "router",
-        "sync",
-        "routes",
-        "engine",
-        "sources",
-        "preflight",
-        "collective",
-        "config",
-        "report",
-        "stages",
-        "http_settings",
-    ),
-}
-"""Folders and modules of each package, top to bottom."""
+STRUCTURE = Path(__file__).parents[2] / "docs" / "structure.md"
+
+
+def layers_of(package):
+    """Folders and modules of a package, top to bottom, from its table in `docs/structure.md`."""
+    rows = STRUCTURE.read_text().split(f"## `{package}`")[1].split("\n\n")[1].splitlines()
+    names = re.findall(r"`(\w+)(?:/|\.py)`", "\n".join(row.split(" | ")[0] for row in rows))
+    assert len(names) > 5
+    return names
+
+
+LAYERS = {package: layers_of(package) for package in ("sglang_loader", "verl_sglang_sync")}
 
 WHO_IMPORTS = {
     "sglang": {"sglang_loader", "verl_sglang_sync.verl", "verl_sglang_sync.commands.bench"},
@@ -61,6 +49,48 @@ def test_no_folder_imports_one_above_it(package):
         and there < here
     ]
     assert not upwards
+
+
+COMMANDS = "verl_sglang_sync.commands"
+
+
+def test_nothing_imports_the_commands():
+    others = [
+        f"{module} imports {name}"
+        for module, name in IMPORTS
+        if f"{name}.".startswith(f"{COMMANDS}.") and not module.startswith(f"{COMMANDS}.")
+    ]
+    assert not others
+
+
+def test_verl_calls_the_router_in_one_place():
+    router = "verl_sglang_sync.router"
+    callers = [
+        (module, name)
+        for module, name in IMPORTS
+        if f"{name}.".startswith(f"{router}.") and not module.startswith(f"{router}.")
+    ]
+    assert callers == [("verl_sglang_sync.verl.replica", f"{router}.registration.register")]
+
+
+def test_no_modules_import_each_other():
+    """Also not by an import in a function, or through other modules."""
+    modules = {module.removesuffix(".__init__") for module, _ in IMPORTS}
+    imported_by = TopologicalSorter()
+    for module, name in IMPORTS:
+        targets = {name, name.rpartition(".")[0]} & modules
+        imported_by.add(module, *(targets - {module}))
+    imported_by.prepare()  # raises CycleError, which names the modules
+
+
+def test_every_module_is_in_a_layer():
+    missing = {
+        module
+        for module, _ in IMPORTS
+        for package in LAYERS
+        if module.startswith(f"{package}.") and layer_of(module, package) is None
+    }
+    assert missing <= {f"{package}.__init__" for package in LAYERS}
 
 
 def test_the_trainers_package_imports_what_both_sides_share_alone():

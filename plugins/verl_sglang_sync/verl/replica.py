@@ -25,9 +25,8 @@ from sglang_loader.common.engine_settings import (
 from sglang_loader.common.session.messages import SESSION_FORMAT
 from sglang_loader.common.stage_costs import StageCosts
 from verl_sglang_sync.config import DISAGGREGATED_BACKEND, WeightSyncConfig
-from verl_sglang_sync.http_settings import KEY_VARIABLE, server_url
-from verl_sglang_sync.router.client import RouterClient
-from verl_sglang_sync.router.guard import GuardedWorker, start_guard
+from verl_sglang_sync.http_settings import server_url
+from verl_sglang_sync.router.registration import register
 from verl_sglang_sync.verl.step_metrics import show_metrics_in_steps
 from verl_sglang_sync.verl.upstream import (
     is_abort,
@@ -72,7 +71,14 @@ class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
         list_server_arguments()
         await super().launch_server(master_address, master_port)
         if settings.router_url is not None and self.node_rank == 0:
-            await self._join_router(settings, settings.router_url)
+            sglang_kwargs = (self.config.engine_kwargs or {}).get("sglang") or {}
+            self._router_guard = await asyncio.to_thread(
+                register,
+                settings.router_url,
+                server_url(*self.get_server_address()),
+                api_key=sglang_kwargs.get("api_key"),
+                timeout_s=settings.request_timeout_s,
+            )
 
     async def sleep(self) -> None:
         """Release the engine's memory, and keep the costs for `take_sleep_costs`. A hybrid engine,
@@ -134,17 +140,6 @@ class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
         settings = WeightSyncConfig.from_rollout(self.config)
         assert settings is not None, "launched only where a preset is chosen"
         return settings
-
-    async def _join_router(self, settings: WeightSyncConfig, router_url: str) -> None:
-        """Add the server to the router; a guard removes it when this process ends."""
-        api_key = os.environ.get(KEY_VARIABLE) or None
-        router = RouterClient(router_url, timeout_s=settings.request_timeout_s, api_key=api_key)
-        sglang_kwargs = (self.config.engine_kwargs or {}).get("sglang") or {}
-        url, key = server_url(*self.get_server_address()), sglang_kwargs.get("api_key")
-        worker = await asyncio.to_thread(router.add, url, api_key=key)
-        guarded = GuardedWorker(router_url=router_url, router_api_key=api_key, worker=worker)
-        self._router_guard = await asyncio.to_thread(start_guard, guarded)
-        logger.info("router %s sends requests to %s", router_url, worker.url)
 
     def _register_loaders(self) -> None:
         engine_kwargs = dict(self.config.engine_kwargs or {})
