@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from contextlib import contextmanager
 from dataclasses import asdict
 
 import pytest
@@ -27,7 +28,7 @@ def two_tensors():
     return iter([("model.a", torch.ones(64)), ("model.b", torch.zeros(64))])
 
 
-def make_manager(events, *, fails=None, export=two_tensors, tp=None, **settings):
+def make_manager(events, *, fails=None, tp=None, **settings):
     """A manager, of one process or of a rank with `tp` ranks to a replica; and its engine."""
     from verl_sglang_sync.sync.sharding_manager import SGLangShardingManager
 
@@ -39,11 +40,28 @@ def make_manager(events, *, fails=None, export=two_tensors, tp=None, **settings)
         group=group,
         device=torch.device("cpu"),
         replica=dist.get_rank() // tp if tp else 7,
-        export=export,
-        free_trainer=lambda: events.append(("free trainer",)),
-        barrier=lambda: (tp and dist.barrier(), events.append(("barrier",))),
     )
     return manager, engine
+
+
+@contextmanager
+def awake(manager, events, *, version="1"):
+    """Call the manager as verl's worker does around a generation."""
+
+    async def wake_up():
+        await manager.resume(("weights",))
+        await manager.sync(two_tensors(), version=version)
+        events.append(("free trainer",))
+        if dist.is_initialized():
+            dist.barrier()
+        events.append(("barrier",))
+        await manager.resume(("kv_cache",))
+
+    asyncio.run(wake_up())
+    try:
+        yield
+    finally:
+        asyncio.run(manager.release())
 
 
 GRAPHS = {
@@ -86,8 +104,7 @@ def test_order_of_the_stages(settings, wanted):
     events = []
     manager, _ = make_manager(events, **settings)
     assert isinstance(manager, BaseShardingManager)
-    with manager as entered:
-        assert entered is manager
+    with awake(manager, events):
         events.append(("body",))
     assert events == wanted
 
@@ -95,7 +112,7 @@ def test_order_of_the_stages(settings, wanted):
 def test_the_engine_sleeps_after_an_exception_in_the_body():
     events = []
     manager, _ = make_manager(events)
-    with pytest.raises(KeyError, match="out of the body"), manager:
+    with pytest.raises(KeyError, match="out of the body"), awake(manager, events):
         raise KeyError("out of the body")
     assert events[-1] == SLEEP
     assert events.count(SLEEP) == 1
@@ -105,7 +122,8 @@ def test_the_engine_sleeps_after_an_exception_in_the_body():
 def test_a_wake_up_that_fails_never_reaches_the_body_nor_is_its_sync_counted(tmp_path, operation):
     events, path = [], tmp_path / "report.jsonl"
     manager, engine = make_manager(events, fails=operation, report_file=str(path))
-    with pytest.raises(WeightSyncError, match=f"the engine cannot {operation}") as error, manager:
+    refused = pytest.raises(WeightSyncError, match=f"the engine cannot {operation}")
+    with refused as error, awake(manager, events):
         events.append(("body",))
     assert "rank 0: Traceback" in str(error.value)
     assert events[-1][0] == operation
@@ -113,7 +131,7 @@ def test_a_wake_up_that_fails_never_reaches_the_body_nor_is_its_sync_counted(tmp
 
     engine.fails = None
     events.clear()
-    with manager:
+    with awake(manager, events):
         events.append(("body",))
     assert ("body",) in events
     assert events[-1] == SLEEP
@@ -135,18 +153,13 @@ def test_a_bad_reply_that_a_sync_did_not_wait_for_fails_the_next_stage_a_lost_on
 
 def test_a_sleep_that_fails_is_raised_and_keeps_the_bodys_exception():
     manager, _ = make_manager([], fails="release")
-    with pytest.raises(WeightSyncError, match="stage 'release' failed"), manager:
+    with pytest.raises(WeightSyncError, match="stage 'release' failed"), awake(manager, []):
         pass
     manager, _ = make_manager([], fails="release")
-    with pytest.raises(WeightSyncError, match="stage 'release' failed") as error, manager:
+    refused = pytest.raises(WeightSyncError, match="stage 'release' failed")
+    with refused as error, awake(manager, []):
         raise KeyError("out of the body")
     assert isinstance(error.value.__context__, KeyError)
-
-
-def test_wake_up_needs_an_export():
-    manager, _ = make_manager([], export=None)
-    with pytest.raises(ValueError, match="wake_up needs export"):
-        manager.__enter__()
 
 
 def report_lines(path):
@@ -160,8 +173,8 @@ def test_a_report_line_per_wake_up(tmp_path, free_cache_engine, mode, num_buffer
     path = tmp_path / "not yet there" / "report.jsonl"
     settings = {"mode": mode, "free_cache_engine": free_cache_engine, "manifest_check": "off"}
     manager, engine = make_manager([], report_file=str(path), **settings)
-    for _ in range(2):
-        with manager:
+    for version in ("1", "2"):
+        with awake(manager, [], version=version):
             pass
     assert "sync" in manager.take_published().seconds and manager.take_published() is None
     lines = report_lines(path)
@@ -192,7 +205,7 @@ def stages(tp, fails=(None, None), report_file=None):
     refuses = fails[1] if fails[0] == dist.get_rank() else None
     manager, _ = make_manager(events, fails=refuses, tp=tp, report_file=report_file)
     try:
-        with manager:
+        with awake(manager, events):
             events.append(("body",))
     except WeightSyncError as raised:
         error = str(raised)

@@ -1,12 +1,12 @@
 """The sharding manager: runs the stages in which an engine wakes up, is synced, and sleeps.
 
-    manager = SGLangShardingManager(engine=client, settings=cfg, group=group, device=gpu, export=f)
-    with manager:          # resume weights -> sync -> trainer frees -> barrier -> resume kv_cache
-        generate(...)
-                           # on leaving: release kv_cache and weights
-
-Our rollout for verl calls `resume`, `sync` and `release` instead, because verl's worker frees its
-own memory between the sync and the KV cache.
+manager = SGLangShardingManager(engine=client, settings=cfg, group=group, device=gpu)
+await manager.resume(["weights"])
+await manager.sync(weights)
+# verl's worker frees its own memory, and waits for the other ranks
+await manager.resume(["kv_cache"])
+...
+await manager.release()
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from verl_sglang_sync.engine.engine_ranks import Engine
 from verl_sglang_sync.engine.server_client import operations
 from verl_sglang_sync.engine.server_client.operations import Call
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.sources.export import NamedTensor, Reexport
+from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.stages import KV_CACHE, WEIGHTS
 from verl_sglang_sync.sync.adapter_sync import AdapterSync, AdapterUpdate
 from verl_sglang_sync.sync.transport import colocated_transport
@@ -41,10 +41,6 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
     Args:
         engine: the replica's server on its leader; None on the other ranks.
         device: device of the engine's weights on this rank.
-        export: for the context manager: returns a new generator of `(name, full tensor)`.
-        free_trainer: for the context manager: frees memory that the trainer does not need while the
-            engine generates.
-        barrier: for the context manager: waits for all trainer ranks.
 
     Attributes:
         report: of the wake-up in progress; replaced when it is published.
@@ -58,9 +54,6 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         group: TrainerGroup,
         device: torch.device,
         replica: int = 0,
-        export: Callable[[], Iterable[NamedTensor]] | None = None,
-        free_trainer: Callable[[], None] = lambda: None,
-        barrier: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
         self._engine = engine
@@ -70,13 +63,9 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
             engine=engine, settings=settings.for_session(), group=group, device=device
         )
         self._replica = replica
-        self._export = export
-        self._free_trainer = free_trainer
-        self._barrier = barrier
         self.report = self._new_report()
         self._published: SyncReport | None = None
         self._adapter = AdapterSync(group)
-        self._syncs = 0
 
     def take_published(self) -> SyncReport | None:
         """The report published since the last call, or None; always None on other ranks than the
@@ -155,26 +144,6 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
             reply = await asyncio.wrap_future(engine.submit(call))
         self.report.add_costs(stage, stage_costs_in(reply))
         self._transport.check_reply(self.report)
-
-    async def wake_up(self, *, version: str | None = None) -> None:
-        """Run all stages of a wake-up, with the callbacks given to the constructor."""
-        if self._export is None:
-            raise ValueError("wake_up needs export=..., which returns the trainer's weights")
-        await self.resume((WEIGHTS,))
-        await self.sync(Reexport(self._export), version=version)
-        self._free_trainer()
-        self._barrier()
-        await self.resume((KV_CACHE,))
-
-    def __enter__(self) -> SGLangShardingManager:
-        """Wake the engine with the trainer's current weights."""
-        self._syncs += 1
-        asyncio.run(self.wake_up(version=str(self._syncs)))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Put the engine to sleep, also after an exception."""
-        asyncio.run(self.release())
 
     @contextmanager
     def _new_report_after_failure(self) -> Iterator[None]:
