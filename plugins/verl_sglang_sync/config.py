@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from sglang_loader.common.check_remarks import ManifestCheck
-from sglang_loader.common.engine_settings import GatePolicy, HostBackup, StaleRequests
+from sglang_loader.common.engine_settings import STALE_REQUESTS_TIMEOUT_S, HostBackup
 from sglang_loader.common.session.messages import MAX_TIMEOUT_S
 from verl_sglang_sync.http_settings import KEY_VARIABLE, LIMITS, checked_base_url
 from verl_sglang_sync.stages import SLEEP_ORDER, WAKE_ORDER, StageOrder
@@ -43,6 +43,14 @@ Seconds = Annotated[
         gt=0,
         le=MAX_TIMEOUT_S,
         description=f"expected a number greater than 0 and at most {MAX_TIMEOUT_S:g}",
+    ),
+]
+SecondsOrZero = Annotated[
+    float,
+    Meta(
+        ge=0,
+        le=MAX_TIMEOUT_S,
+        description=f"expected a number of at least 0 and at most {MAX_TIMEOUT_S:g}",
     ),
 ]
 Count = Annotated[
@@ -80,8 +88,7 @@ class WeightSyncConfig:
     host_backup: HostBackup = "auto"
     sleep_order: tuple[str, ...] = SLEEP_ORDER
     wake_order: tuple[str, ...] = WAKE_ORDER
-    stale_requests: StaleRequests = "wait"
-    stale_requests_timeout_s: Seconds = 600.0
+    stale_requests_timeout_s: SecondsOrZero = STALE_REQUESTS_TIMEOUT_S
     router_url: str | None = None
     manifest_check: ManifestCheck = "error"
     draft_weights: DraftWeights = "auto"
@@ -122,11 +129,6 @@ class WeightSyncConfig:
         if self.uses_plan:
             return self
         return replace(self, read_in_place=False, exchange_shards=False)
-
-    @property
-    def gate_policy(self) -> GatePolicy:
-        """What the engine does with requests that it cannot serve now."""
-        return GatePolicy(self.stale_requests, self.stale_requests_timeout_s)
 
     @property
     def stages(self) -> StageOrder:
@@ -175,11 +177,12 @@ COMPILED_KEYS = (
     "exchange_shards",
 )
 """Keys of a preset that apply only to mode "compiled"."""
-REPLACED = {
-    "recheck_every_n_syncs": "this key has gone; set prove_every_n_syncs, which compares what the "
-    "engines hold with the full export"
+REMOVED_KEYS = {
+    "recheck_every_n_syncs": "use prove_every_n_syncs, which compares what the engines hold with the "
+    "full export",
+    "stale_requests": "use stale_requests_timeout_s, where 0 refuses a request at once",
 }
-"""Keys of earlier releases, and what replaces them."""
+"""Keys of earlier releases, and what replaces each."""
 VERL_KEYS = ("exports_draft", "bucket_bytes", "multi_stage_wake_up", "free_cache_engine")
 """Settings that are keys of verl's."""
 PRESET_KEYS = [
@@ -252,10 +255,13 @@ def _checked_section(section: Any) -> Mapping[str, Any]:
     for key in section:
         if key == "router_api_key":  # verl prints its config, and sends it to trackers
             raise ValueError(f"{SECTION}.{key}: set the environment variable {KEY_VARIABLE}")
+        if key in REMOVED_KEYS:
+            raise ValueError(
+                f"{SECTION}.{key}={section[key]!r}: this key was removed; {REMOVED_KEYS[key]}"
+            )
         if key not in allowed:
             is_compiled = key in COMPILED_KEYS
             problem = f"only for mode 'compiled', not {mode!r}" if is_compiled else "unknown key"
-            problem = REPLACED.get(key, problem)
             raise ValueError(
                 f"{SECTION}.{key}={section[key]!r}: {problem}; allowed: {', '.join(allowed)}"
             )

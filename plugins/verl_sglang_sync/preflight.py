@@ -247,9 +247,6 @@ def _check_keys(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]
     if not _draft_algorithm(config):
         why = "no speculative decoding with a draft model that SGLang updates"
         without_effect.append((why, ("draft_weights",)))
-    if settings.stale_requests != "wait":
-        why = f"stale_requests={settings.stale_requests!r}: no request waits"
-        without_effect.append((why, ("stale_requests_timeout_s",)))
     default = WeightSyncConfig(
         mode=settings.mode, bucket_bytes=1, multi_stage_wake_up=True, free_cache_engine=True
     )

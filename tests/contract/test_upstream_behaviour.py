@@ -214,7 +214,6 @@ class TestScheduler:
         we abort what is held back as the scheduler aborts what it has queued."""
         from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
 
-        from sglang_loader.common.engine_settings import GatePolicy
         from sglang_loader.hooks.request_gate import RequestGate
 
         to_abort = AbortReq(**abort)
@@ -228,7 +227,7 @@ class TestScheduler:
         scheduler.running_batch.reqs = []
         original(f"{MANAGERS}.scheduler:Scheduler.abort_request")(scheduler, to_abort)
         channels, held = MagicMock(), []
-        gate = RequestGate(GatePolicy(), channels)
+        gate = RequestGate(600.0, channels)
         for request in queued:
             held.append(message(TokenizedGenerateReqInput, rid=request.rid))
         gate.set("asleep")

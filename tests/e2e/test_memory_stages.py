@@ -24,7 +24,7 @@ from support.trainer import sync_error
 pytestmark = pytest.mark.e2e
 
 LONG = 150  # tokens
-GATES = {1: "wait 3", 2: "wait 300"}
+GATES = {1: "3", 2: "300"}
 """By TP size: requests that come while the engine sleeps are refused soon, or wait."""
 
 

@@ -44,8 +44,8 @@ def trainer(engine):
     return engine.trainer()
 
 
-refusing = pytest.mark.parametrize("engine", ["refuse 60"], indirect=True)
-waiting = pytest.mark.parametrize("engine", ["wait 120"], indirect=True)
+refusing = pytest.mark.parametrize("engine", ["0"], indirect=True)
+waiting = pytest.mark.parametrize("engine", ["120"], indirect=True)
 
 # The trainer gives up while the engine is stopped.
 

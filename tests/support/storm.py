@@ -44,7 +44,7 @@ LEAVE_S = 3 * TIMEOUT_S + 10
 RECOVERY_S = 60.0
 STRAYS_S = 20.0
 DEATH_S = 20.0
-GATES = {1: "refuse 600", 2: "wait 600"}
+GATES = {1: "0", 2: "600"}
 VERBOSE = bool(os.environ.get("STORM_VERBOSE"))
 BOUNDS = {"fds": 60, "threads": 35}
 """How much more of each a TP rank may have after a storm than after its start. Of these 48 and 24

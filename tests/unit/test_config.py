@@ -91,8 +91,8 @@ IN_SECTION = {  # key: values, and what is allowed
     "host_backup": (("Auto", "", None, 1), "allowed: auto, on, off"),
     "sleep_order": ((["weights", "lora"],), "unknown 'lora'; allowed: kv_cache, weights, cuda_"),
     "wake_order": (("weights",), "expected a list of"),
-    "stale_requests": (("Wait", "abort", None, True), "allowed: wait, refuse"),
-    "stale_requests_timeout_s": ((0, "60", None), A_NUMBER),
+    "stale_requests_timeout_s": ((-1, "60", None), "expected a number of at least 0 and at most 8"),
+    "stale_requests": (("wait", "refuse"), "use stale_requests_timeout_s, where 0 refuses a req"),
     "manifest_check": (("Error", "", None, 0, True), "allowed: error, warn, off"),
     "draft_weights": (("Synced", "", None, True), "allowed: auto, synced, frozen"),
     "router_url": (
@@ -127,6 +127,13 @@ def test_a_bad_value_is_refused_by_key_value_and_what_is_allowed(key, value, all
     with pytest.raises(ValueError, match=re.escape(f"{key}={value!r}: ")) as error:
         WeightSyncConfig.from_rollout(config)
     assert allowed in str(error.value)
+
+
+def test_a_request_need_not_wait():
+    settings = WeightSyncConfig.from_rollout(
+        rollout(custom__weight_sync__stale_requests_timeout_s=0)
+    )
+    assert settings.stale_requests_timeout_s == 0
 
 
 def test_the_routers_key_is_refused_and_told_to_nobody():

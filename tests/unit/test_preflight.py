@@ -236,7 +236,6 @@ OTHER_VALUES = {
     "host_backup": "off",
     "sleep_order": ["weights", "kv_cache"],
     "wake_order": ["weights", "sync", "cuda_graph", "kv_cache"],
-    "stale_requests": "refuse",
     "stale_requests_timeout_s": 5.0,
     "router_url": "http://router:1",
     "manifest_check": "warn",
@@ -247,7 +246,6 @@ OTHER_VALUES = {
     "read_in_place": False,
     "exchange_shards": False,
 }
-STALE_LIMIT = "stale_requests_timeout_s"
 SLEEP = {"host_backup", "sleep_order", "wake_order"}
 COLOCATED = {"keep_staging_buffers"}
 SYNC = {
@@ -277,7 +275,6 @@ WITHOUT_EFFECT = {  # recipe: what it sets, its modes, the keys that nothing rea
     "a LoRA adapter, Megatron": ({f"{MODEL}.lora.rank": 8}, CHOSEN, SLEEP),
     "a merged LoRA": ({f"{MODEL}.lora_rank": 8, f"{MODEL}.lora.merge": True}, CHOSEN, set()),
     "a draft model": (EAGLE, CHOSEN, set()),
-    "requests are refused": ({f"{SECTION}.stale_requests": "refuse"}, CHOSEN, {STALE_LIMIT}),
 }
 
 

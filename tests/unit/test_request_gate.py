@@ -12,8 +12,7 @@ from sglang.srt.utils.aio_rwlock import RWLock
 from sglang_loader.common.engine_settings import (
     GRAPHS_VARIABLE,
     STALE_REQUESTS_VARIABLE,
-    GatePolicy,
-    requested_gate_policy,
+    requested_stale_requests_timeout_s,
 )
 from sglang_loader.common.session.messages import SESSION_FORMAT
 from sglang_loader.hooks import http as http_hooks
@@ -46,11 +45,11 @@ UPDATE = SimpleNamespace(load_format="sglang_loader.session")
 class Gate(RequestGate):
     """Keeps in `sent` what goes back to the tokenizer; it is `now` by its clock."""
 
-    def __init__(self, kind="wait"):
+    def __init__(self, limit_s=10.0):
         self.now, self.sent = 0.0, []
         sender = SimpleNamespace(send_output=lambda output, request: self.sent.append(output))
         channels = SimpleNamespace(send_to_tokenizer=sender)
-        super().__init__(GatePolicy(kind, timeout_s=10.0), channels, lambda: self.now)
+        super().__init__(limit_s, channels, lambda: self.now)
 
 
 def test_requests_wait_in_order_and_go_before_later_ones():
@@ -76,20 +75,20 @@ def test_requests_wait_in_order_and_go_before_later_ones():
     ),
     ids=lambda message: type(message).__name__,
 )
-@pytest.mark.parametrize("kind", ("wait", "refuse"))
-def test_a_request_behind_what_may_close_the_gate_waits_for_its_outcome(kind, closing):
-    gate = Gate(kind)
+@pytest.mark.parametrize("limit_s", (10.0, 0.0))
+def test_a_request_behind_what_may_close_the_gate_waits_for_its_outcome(limit_s, closing):
+    gate = Gate(limit_s)
     before, behind = request("a"), request("b")
     assert gate.let_through([before, closing, behind]) == [before, closing]
     assert gate.let_through([]) == [behind], "the gate stayed open"
     assert gate.let_through([closing, behind]) == [closing]
     gate.set(REASON)
     assert gate.let_through([]) == []
-    assert [answer.rid for answer in gate.sent] == ([] if kind == "wait" else ["b"])
+    assert [answer.rid for answer in gate.sent] == ([] if limit_s else ["b"])
 
 
 def test_refusals_are_http_503_with_the_reason():
-    gate = Gate("refuse")
+    gate = Gate(limit_s=0.0)
     gate.set(REASON)
     batch = io.BatchTokenizedGenerateReqInput(batch=[request("a"), request("b")])
     assert gate.let_through([batch]) == []
@@ -115,9 +114,9 @@ def test_a_request_that_has_waited_too_long_is_refused():
     assert [held.rid for held in gate.let_through([])] == ["b"]
 
 
-@pytest.mark.parametrize("kind", ("wait", "refuse"))
-def test_a_closed_gate_gives_signs_of_life(kind):
-    gate = Gate(kind)
+@pytest.mark.parametrize("limit_s", (10.0, 0.0))
+def test_a_closed_gate_gives_signs_of_life(limit_s):
+    gate = Gate(limit_s)
     gate.set(REASON)
     assert gate.let_through([request(f"{HEALTH_CHECK_RID_PREFIX}_1")]) == []
     assert [type(answer) for answer in gate.sent] == [io.HealthCheckOutput]
@@ -125,21 +124,12 @@ def test_a_closed_gate_gives_signs_of_life(kind):
     assert gate.let_through([]) == []
 
 
-@pytest.mark.parametrize(
-    ("text", "policy"),
-    (
-        (None, GatePolicy()),
-        ("wait 2.5", GatePolicy("wait", 2.5)),
-        ("refuse 1", GatePolicy("refuse", 1)),
-    ),
-)
-def test_the_policy_travels_in_the_environment(monkeypatch, text, policy):
+@pytest.mark.parametrize(("text", "limit_s"), ((None, 600.0), ("2.5", 2.5), ("0", 0.0)))
+def test_the_limit_travels_in_the_environment(monkeypatch, text, limit_s):
     monkeypatch.delenv(STALE_REQUESTS_VARIABLE, raising=False)
     if text is not None:
         monkeypatch.setenv(STALE_REQUESTS_VARIABLE, text)
-    assert requested_gate_policy() == policy
-    monkeypatch.setenv(STALE_REQUESTS_VARIABLE, str(policy))
-    assert requested_gate_policy() == policy
+    assert requested_stale_requests_timeout_s() == limit_s
 
 
 # The hooks around it.

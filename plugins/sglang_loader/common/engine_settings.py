@@ -6,7 +6,6 @@ They are read only here, and validated where a recipe sets them.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from typing import Literal
 
 HostBackup = Literal["auto", "on", "off"]
@@ -18,31 +17,13 @@ def requested_host_backup() -> HostBackup:
     return os.environ.get(HOST_BACKUP_VARIABLE, "on")  # type: ignore[return-value]
 
 
-StaleRequests = Literal["wait", "refuse"]
-STALE_REQUESTS_VARIABLE = "VERL_SGLANG_SYNC_STALE_REQUESTS"
+STALE_REQUESTS_VARIABLE = "VERL_SGLANG_SYNC_STALE_REQUESTS_TIMEOUT_S"
+STALE_REQUESTS_TIMEOUT_S = 600.0
 
 
-@dataclass(frozen=True)
-class GatePolicy:
-    """How the gate treats a request that comes while it is closed.
-
-    Attributes:
-        kind: "wait" holds it until the gate opens; "refuse" answers it at once, with the reason.
-        timeout_s: how long a request may wait before it is refused, in seconds.
-    """
-
-    kind: StaleRequests = "wait"
-    timeout_s: float = 600.0
-
-    def __str__(self) -> str:
-        """The value of the environment variable."""
-        return f"{self.kind} {self.timeout_s:g}"
-
-
-def requested_gate_policy() -> GatePolicy:
-    """The setting of this process, or the default."""
-    kind, seconds = os.environ.get(STALE_REQUESTS_VARIABLE, str(GatePolicy())).split()
-    return GatePolicy(kind, float(seconds))  # type: ignore[arg-type]
+def requested_stale_requests_timeout_s() -> float:
+    """Return how long a request may wait at the closed gate of this process, in seconds."""
+    return float(os.environ.get(STALE_REQUESTS_VARIABLE, STALE_REQUESTS_TIMEOUT_S))
 
 
 CUDA_GRAPH_TAG = "cuda_graph"

@@ -4,7 +4,7 @@ until weights are published where the engine was launched with random ones.
 SGLang would run them all the same. Here, in servers that were launched with our loaders, they wait
 between the scheduler's socket and its queues, or are refused:
 
-    gate = RequestGate(policy_of_this_process(), channels)
+    gate = RequestGate(limit_s, channels)           # 0: requests are refused at once
     gate.set("the last sync was not complete")       # None: it is open again
     messages = gate.let_through(messages)            # whatever came in, in every round of the loop
 
@@ -26,9 +26,8 @@ from typing import Any
 
 from sglang_loader.common.engine_settings import (
     CUDA_GRAPH_TAG,
-    GatePolicy,
     graphs_are_released_by_tag,
-    requested_gate_policy,
+    requested_stale_requests_timeout_s,
 )
 from sglang_loader.host_backup.backup import backup_of
 from sglang_loader.upstream import (
@@ -59,11 +58,16 @@ class _Held:
 
 class RequestGate:
     """See the module. Used in the scheduler's thread; answers through its `SchedulerIpcChannels`.
-    `reason`: why the gate is closed; None: it is open.
+
+    Args:
+        limit_s: longest time that a request waits before it is refused. 0 refuses it at once.
+
+    Attributes:
+        reason: why the gate is closed; None: it is open.
     """
 
     def __init__(
-        self, policy: GatePolicy, channels: Any, clock: Callable[[], float] = time.monotonic
+        self, limit_s: float, channels: Any, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._io = io = io_struct()
         self._single = (io.TokenizedGenerateReqInput, io.TokenizedEmbeddingReqInput)
@@ -73,8 +77,7 @@ class RequestGate:
             io.ResumeMemoryOccupationReqInput,
             io.UpdateWeightsFromTensorReqInput,
         )
-        self._policy = policy
-        self._limit_s = policy.timeout_s if policy.kind == "wait" else 0.0
+        self._limit_s = limit_s
         self._channels = channels
         self._clock = clock
         self._held: deque[_Held] = deque()
@@ -91,7 +94,8 @@ class RequestGate:
         if reason is None and self.reason is not None:
             logger.info("requests are served again; %d have waited", self.num_held)
         elif reason != self.reason:
-            logger.info("no request runs (stale_requests=%s): %s", self._policy.kind, reason)
+            text = "no request runs (stale_requests_timeout_s=%g): %s"
+            logger.info(text, self._limit_s, reason)
         self.reason = reason
 
     def let_through(self, messages: list[Any]) -> list[Any]:
@@ -166,7 +170,7 @@ def init_receiver(original: Original, scheduler: Any) -> None:
     original(scheduler)
     if is_ours(scheduler.server_args):
         global _gate, _has_random_weights
-        _gate = RequestGate(requested_gate_policy(), scheduler.ipc_channels)
+        _gate = RequestGate(requested_stale_requests_timeout_s(), scheduler.ipc_channels)
         _has_random_weights = starts_random(scheduler.server_args)
         if _has_random_weights:
             _gate.set(RANDOM_WEIGHTS)

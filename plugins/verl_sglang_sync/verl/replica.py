@@ -63,7 +63,7 @@ class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
             )
         # SGLang's processes inherit these.
         os.environ[HOST_BACKUP_VARIABLE] = settings.effective_host_backup
-        os.environ[STALE_REQUESTS_VARIABLE] = str(settings.gate_policy)
+        os.environ[STALE_REQUESTS_VARIABLE] = str(settings.stale_requests_timeout_s)
         if settings.stages.releases_graphs:
             os.environ[GRAPHS_VARIABLE] = "true"
         if settings.router_url is not None:
