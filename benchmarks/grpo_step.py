@@ -33,9 +33,9 @@ from verl_sglang_sync.commands.bench.results_file import (  # noqa: E402
 
 ARMS = {
     "native": "",
-    **{preset: preset for preset in ("bucketed", "flattened", "compiled", "disaggregated")},
+    **{preset: preset for preset in ("flattened", "compiled", "disaggregated")},
 }
-COLOCATED = ["native", "bucketed", "flattened", "compiled"]
+COLOCATED = ["native", "flattened", "compiled"]
 LOG_TAIL = 20_000  # characters
 ONE_GPU = {"GPUS": 1, "ROLLOUT_TP": 1}
 TIMERS = ("step", "gen", "update_weights", "update_actor", "old_log_prob")

@@ -32,7 +32,7 @@ from support.megatron_trainer import ENVIRONMENT, Layout, MegatronActor  # noqa:
 from verl_sglang_sync.commands.bench.model_shapes import MODELS, tensor_shapes, write_config  # noqa: E402
 from verl_sglang_sync.commands.bench.results_file import hardware, print_table, write_results  # noqa: E402
 
-ARMS = (ranks.EXPORT_ONLY, "per_tensor", "bucketed", "flattened", "compiled")
+ARMS = (ranks.EXPORT_ONLY, "per_tensor", "flattened", "compiled")
 STAGES = ("confirm", "export", "gather", "pack", "load")
 
 

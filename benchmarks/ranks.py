@@ -31,8 +31,8 @@ from verl_sglang_sync.commands.bench.model_shapes import MODELS
 from verl_sglang_sync.commands.bench.results_file import medians
 
 OURS: dict[str, dict[str, Any]] = {
-    "per_tensor": {"mode": "bucketed", "bucket_bytes": 1},
-    **{preset: {"mode": preset} for preset in ("bucketed", "flattened", "compiled")},
+    "per_tensor": {"mode": "flattened", "bucket_bytes": 1},
+    **{preset: {"mode": preset} for preset in ("flattened", "compiled")},
     "compiled_exchanged": {"mode": "compiled", "read_in_place": False},
     "compiled_gathered": {"mode": "compiled", "read_in_place": False, "exchange_shards": False},
 }

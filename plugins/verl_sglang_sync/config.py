@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -24,11 +24,13 @@ from sglang_loader.common.session.messages import MAX_TIMEOUT_S
 from verl_sglang_sync.http_settings import KEY_VARIABLE, LIMITS, checked_base_url
 from verl_sglang_sync.stages import SLEEP_ORDER, WAKE_ORDER, StageOrder
 
-Mode = Literal["bucketed", "flattened", "compiled"]
+Mode = Literal["flattened", "compiled"]
 OnFallback = Literal["warn", "error"]
 DraftWeights = Literal["auto", "synced", "frozen"]
 MODES: tuple[str, ...] = get_args(Mode)
 PRESETS = (*MODES, "disaggregated")
+FLATTENED_ALIAS = "bucketed"
+"""Another name of the mode and the preset "flattened", from earlier releases."""
 
 ROLLOUT = "actor_rollout_ref.rollout"
 SECTION = f"{ROLLOUT}.custom.weight_sync"
@@ -81,6 +83,9 @@ class WeightSyncConfig:
         free_cache_engine: False keeps the engine's memory resident: nothing sleeps.
     """
 
+    num_staging_buffers: ClassVar[int] = 2
+    """A bucket is packed in one while the engine loads the bucket in the other."""
+
     mode: Mode
     request_timeout_s: Seconds = 600.0
     timeouts_s: Mapping[str, float] = field(default_factory=dict)
@@ -106,11 +111,6 @@ class WeightSyncConfig:
     def uses_plan(self) -> bool:
         """True in the mode whose engines replay a load plan; else they run `load_weights`."""
         return self.mode == "compiled"
-
-    @property
-    def num_staging_buffers(self) -> int:
-        """1: the next bucket is packed after one is loaded; 2: while one is loaded."""
-        return 1 if self.mode == "bucketed" else 2
 
     @property
     def effective_host_backup(self) -> HostBackup:
@@ -217,6 +217,8 @@ def _setting(section: str, key: str, value: Any) -> Any:
             Path(value).expanduser()
         except RuntimeError:
             raise ValueError(f"{name}={value!r}: there is no such user on this host") from None
+    if key == "mode" and value == FLATTENED_ALIAS:
+        value = "flattened"
     if isinstance(value, bool):
         value = _YAML_WORDS.get(key, {}).get(value, value)
     return _read(name, value, _TYPES[key])

@@ -177,11 +177,6 @@ def _check_disaggregated(config: DictConfig, settings: WeightSyncConfig) -> Iter
                 "rollouts have GPUs of their own; use +weight_sync=disaggregated"
             )
         return
-    if settings.mode == "bucketed":
-        yield (
-            f"{SECTION}.mode='bucketed' with {BACKEND_KEY}={DISAGGREGATED_BACKEND!r}: allowed: "
-            "'flattened', 'compiled'"
-        )
     stages = OmegaConf.select(config, f"{ROLLOUT}.pipeline_model_parallel_size")
     if stages not in (None, 1):
         yield (

@@ -16,7 +16,7 @@ from unit.composed_recipe import compose
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SCRIPTS = sorted(path.name for path in RECIPES.glob("*.sh"))
-PRESETS = {"ppo_fsdp_gpu.sh": {"WEIGHT_SYNC": "bucketed"}}  # the others: the default
+PRESETS = {"ppo_fsdp_gpu.sh": {"WEIGHT_SYNC": "flattened"}}  # the others: the default
 
 
 def run_recipe(script, *arguments, cwd, python, **environment):

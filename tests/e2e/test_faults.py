@@ -146,7 +146,7 @@ def wait_until(holds, limit_s):
 
 
 def test_a_server_killed_between_two_buckets_is_named_on_every_rank(storm):
-    storm.begin(preset="bucketed", slow_s=0.1)
+    storm.begin(preset="flattened", slow_s=0.1)
     time.sleep(1.0)
     os.killpg(storm.engine.pid, signal.SIGKILL)
     errors = storm.finish()

@@ -36,7 +36,6 @@ ROUTER_BIAS = "e_score_correction_bias"
 
 
 FACTORS = {
-    "bucketed": (0.5, 2.0),
     "flattened": (0.5, 2.0),
     "compiled": (0.5, 2.0, 0.5, 2.0),
     "disaggregated": (0.5, 2.0, 0.5, 2.0),
@@ -182,7 +181,7 @@ class Case:
         return not (
             (self.layout.mbridge and "disaggregated" in preset)
             or (self.layout.offload and "in place" in preset)
-            or (not self.is_first and preset in ("bucketed", "flattened"))
+            or (not self.is_first and preset == "flattened")
         )
 
 

@@ -178,7 +178,7 @@ def test_without_a_preset_the_installed_plugin_leaves_verls_own_sync_alone(train
 @pytest.mark.slow
 @run(
     [
-        pytest.param(Run("bucketed", overrides=MERGED_LORA), id="colocated"),
+        pytest.param(Run("flattened", overrides=MERGED_LORA), id="colocated"),
         pytest.param(Run("disaggregated", overrides=(*MERGED_LORA, *SEPARATE)), id="disaggregated"),
     ]
 )

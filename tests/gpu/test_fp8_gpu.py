@@ -19,7 +19,6 @@ EXTRA = ("--quantization", "fp8", "--load-format", "dummy")
 SEEDS = (1, 2, 3, 4)
 WAYS = (
     ("flattened", {}),
-    ("bucketed", {}),
     ("compiled", {}),
     ("compiled", {"prove_every_n_syncs": 2, "keep_staging_buffers": True}),
 )

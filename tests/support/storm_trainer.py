@@ -1,6 +1,6 @@
 """What a trainer rank does in a storm: syncs of one of a few versions, by any preset, good or bad.
 
-ranks.begin(storm_trainer.sync, models, urls, {"preset": "bucketed", "label": 7})
+ranks.begin(storm_trainer.sync, models, urls, {"preset": "flattened", "label": 7})
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from verl_sglang_sync.sources.export import Reexport
 TIMEOUT_S = 3.0
 """The trainer's limit of one request, and of the silence in a session."""
 
-PRESETS = ("bucketed", "flattened", "packed", "in_place", "broadcast", "broadcast_compiled")
+PRESETS = ("flattened", "packed", "in_place", "broadcast", "broadcast_compiled")
 BAD_EXPORTS = ("raises", "doubled", "missing", "extra", "empty", "meta")
 BUCKET_BYTES = 32 << 10
 NUM_VERSIONS = 3

@@ -10,7 +10,7 @@ from support.exports import NORM, KeptExport, ShardedExport, doubled
 from support.served import Served
 from support.trainer import Ranks, TrainerRank, report_of_cycle, sync_error
 
-MODES = ("bucketed", "flattened", "compiled")
+MODES = ("flattened", "compiled")
 LOST = "model.layers.0.self_attn.k_proj.weight"
 STRANGE = "model.layers.0.self_attn.of_another_model.weight"
 SCALES = (0.5, 0.25, 2.0, 1.0)

@@ -30,7 +30,7 @@ def test_a_gpu_that_is_too_small_is_refused():
     ("options", "text"),
     [
         (["--model", "gpt-5"], "--model gpt-5: allowed: "),
-        (["--arms", "native,fastest"], "--arms fastest: allowed: native, bucketed"),
+        (["--arms", "native,fastest"], "--arms fastest: allowed: native, flattened"),
         (["--device", "tpu"], "--device tpu: allowed: "),
         (["--json", "."], "Invalid value for '--json'"),
         (["--json", "/dev/null/file", "--device", "cpu"], "File exists: '/dev/null'"),

@@ -13,6 +13,7 @@ from verl_sglang_sync.config import (
     BUCKET_KEY,
     COMPILED_KEYS,
     DISAGGREGATED_BACKEND,
+    FLATTENED_ALIAS,
     MODES,
     PRESET_KEYS,
     WeightSyncConfig,
@@ -44,7 +45,9 @@ def rollout(**changes):
 
 
 def test_the_presets_on_disk_are_those_that_are_known():
-    assert set(PRESETS) == set(KNOWN_PRESETS) == {*MODES, "disaggregated"}
+    assert (
+        set(PRESETS) == {*KNOWN_PRESETS, FLATTENED_ALIAS} == {*MODES, "disaggregated", "bucketed"}
+    )
 
 
 def test_every_setting_is_a_presets_key_or_verls():
@@ -57,13 +60,13 @@ def test_settings_are_read_from_verls_dataclass():
 
     config = RolloutConfig(
         name="sglang",
-        custom={"weight_sync": {"mode": "bucketed"}},
+        custom={"weight_sync": {"mode": "flattened"}},
         checkpoint_engine=CheckpointEngineConfig(update_weights_bucket_megabytes=7),
         multi_stage_wake_up=True,
         free_cache_engine=False,
     )
     assert WeightSyncConfig.from_rollout(config) == WeightSyncConfig(
-        mode="bucketed", bucket_bytes=7 << 20, multi_stage_wake_up=True, free_cache_engine=False
+        mode="flattened", bucket_bytes=7 << 20, multi_stage_wake_up=True, free_cache_engine=False
     )
     assert WeightSyncConfig.from_rollout(RolloutConfig(name="sglang")) is None
 
@@ -82,7 +85,7 @@ IN_SECTION = {  # key: values, and what is allowed
     "keep_staging_buffers": ((1, "true", None), "allowed: true, false"),
     "read_in_place": ((0, "no", None), "allowed: true, false"),
     "exchange_shards": ((1, "fsdp", None), "allowed: true, false"),
-    "mode": (("fastest", "Flattened", "", None, 1), "allowed: bucketed, flattened, compiled"),
+    "mode": (("fastest", "Flattened", "", None, 1), "allowed: flattened, compiled"),
     "request_timeout_s": ((0, -1, 0.0, True, "60", None, 86_401, math.inf, math.nan), A_NUMBER),
     **{f"timeouts_s.{name}": ((0, "60", math.inf), A_NUMBER) for name in LIMITS},
     "timeouts_s.updates": ((5,), f"unknown operation; allowed: {OPERATIONS}"),
@@ -100,11 +103,11 @@ IN_SECTION = {  # key: values, and what is allowed
         "expected a URL such as http://10.0.0.1:30000",
     ),
     "bucket_mb": ((3,), f"unknown key; allowed: {', '.join(PRESET_KEYS)}"),
-    "Mode": (("bucketed",), f"unknown key; allowed: {', '.join(PRESET_KEYS)}"),
+    "Mode": (("flattened",), f"unknown key; allowed: {', '.join(PRESET_KEYS)}"),
 }
 REFUSED = {
     **{f"{SECTION}.{key}": found for key, found in IN_SECTION.items()},
-    SECTION: (("flattened", True), "+weight_sync=<bucketed|flattened|compiled|disaggregated>"),
+    SECTION: (("flattened", True), "+weight_sync=<flattened|compiled|disaggregated>"),
     BUCKET_KEY: ((0, -1, 0.5, 512.0, "512", True, None, 1 << 31), "a whole number of MiB from 1"),
     f"{ROLLOUT}.multi_stage_wake_up": ((1, "true", None), "allowed: true, false"),
     f"{ROLLOUT}.free_cache_engine": ((1, "true", None), "allowed: true, false"),
@@ -129,6 +132,11 @@ def test_a_bad_value_is_refused_by_key_value_and_what_is_allowed(key, value, all
     assert allowed in str(error.value)
 
 
+def test_bucketed_is_another_name_of_flattened():
+    settings = WeightSyncConfig.from_rollout(rollout(custom__weight_sync__mode="bucketed"))
+    assert settings == WeightSyncConfig.from_rollout(rollout())
+
+
 def test_a_request_need_not_wait():
     settings = WeightSyncConfig.from_rollout(
         rollout(custom__weight_sync__stale_requests_timeout_s=0)
@@ -137,7 +145,7 @@ def test_a_request_need_not_wait():
 
 
 def test_the_routers_key_is_refused_and_told_to_nobody():
-    section = {"mode": "bucketed", "router_url": "http://r:1", "router_api_key": "secret"}
+    section = {"mode": "flattened", "router_url": "http://r:1", "router_api_key": "secret"}
     with pytest.raises(ValueError, match="VERL_SGLANG_SYNC_ROUTER_API_KEY") as error:
         WeightSyncConfig.from_rollout(rollout(custom__weight_sync=section))
     assert "secret" not in str(error.value)
@@ -146,7 +154,7 @@ def test_the_routers_key_is_refused_and_told_to_nobody():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"custom__weight_sync__mode": "???"}, f"{SECTION}.mode=None: allowed: bucketed"),
+        ({"custom__weight_sync__mode": "???"}, f"{SECTION}.mode=None: allowed: flattened"),
         ({"checkpoint_engine": {}}, f"{BUCKET_KEY}=None"),
     ],
 )
@@ -174,7 +182,7 @@ def test_a_preset_has_exactly_the_known_keys_and_the_defaults(recipes, preset):
         for field in dataclasses.fields(WeightSyncConfig)
         if field.default is not dataclasses.MISSING and field.name in keys
     }
-    mode = "flattened" if preset == "disaggregated" else preset
+    mode = "compiled" if preset == "compiled" else "flattened"
     assert keys == {"mode": mode, **defaults}
     settings = WeightSyncConfig.from_rollout(recipes[preset].actor_rollout_ref.rollout)
     assert settings == WeightSyncConfig(

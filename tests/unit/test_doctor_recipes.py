@@ -75,7 +75,10 @@ class TestRecipe:
             ),
             ((*COMPILED, f"{ROLLOUT}.quantization=fp8"), "rollout.quantization=fp8"),
             ((*COMPILED, f"{ROLLOUT}.checkpoint_engine.backend=nccl"), "backend='nccl' brings the"),
-            ((*presets.USUAL, "+weight_sync=bucketed"), "through 1 staging buffer, shared by CUDA"),
+            (
+                (*presets.USUAL, "+weight_sync=bucketed"),
+                "through 2 staging buffers, shared by CUDA",
+            ),
             (DISAGGREGATED, "over NCCL"),
             ((*DISAGGREGATED, f"{SECTION}.mode=compiled"), f"{IN_PLACE}, where engines"),
             (

@@ -11,7 +11,7 @@ from verl_sglang_sync.preflight import RecipeError, check_recipe, with_recipe_ch
 
 MODEL = "actor_rollout_ref.model"
 BUCKET = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
-CHOSEN = {preset: f"+weight_sync={preset}" for preset in ("bucketed", "flattened", "compiled")}
+CHOSEN = {preset: f"+weight_sync={preset}" for preset in ("flattened", "compiled")}
 LOADER = f"{ROLLOUT}.engine_kwargs.sglang.custom_weight_loader"
 
 

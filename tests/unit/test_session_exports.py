@@ -26,7 +26,7 @@ from verl_sglang_sync.sources.comparison import Comparison
 from verl_sglang_sync.sources.export import Reexport
 from verl_sglang_sync.sources.export_trace import trace_export
 
-MODES = ("bucketed", "flattened")
+MODES = ("flattened",)
 both_modes = pytest.mark.parametrize("mode", MODES)
 
 

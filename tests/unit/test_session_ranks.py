@@ -75,9 +75,9 @@ def test_a_commit_whose_outcome_is_not_told_may_be_served(is_silent, text, monke
         monkeypatch.setattr(TrainerSession, "wait_until_published", silent)
     engine = ServingEngine()
     engine.refuses = None if is_silent else "these do not fit"
-    transport = colocated(engine, "bucketed", manifest_check="off", request_timeout_s=30)
+    transport = colocated(engine, "flattened", manifest_check="off", request_timeout_s=30)
     with pytest.raises(WeightSyncError, match=text):
-        synced(transport, [("a", torch.ones(60))], "bucketed")
+        synced(transport, [("a", torch.ones(60))], "flattened")
 
 
 def test_the_first_failure_is_kept():

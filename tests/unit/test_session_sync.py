@@ -149,7 +149,7 @@ def check_arrived(case, outcomes):
         assert outcome.num_published == int(is_leader)
 
 
-@pytest.mark.parametrize("mode", ["bucketed", "flattened"])
+@pytest.mark.parametrize("mode", ["flattened", "compiled"])
 def test_no_rank_packs_into_a_buffer_that_its_engine_still_reads(pool, mode):
     """Nothing in the export holds the ranks back here: its tensors are whole on each of them."""
     case = SyncCase(mode=mode, collective=False, load_takes_s=0.2)
@@ -162,11 +162,11 @@ FIRST, LAST = 0, 2  # the buckets of a case: three of four tensors each
 FAILS = {
     "a load": (SyncCase(tp=4, load_fails=(0, 3, FIRST)), ["rank 3: Traceback", f"{REFUSED} 0"]),
     "a load of the last bucket": (
-        SyncCase(mode="bucketed", load_fails=(2, 1, LAST)),
+        SyncCase(mode="flattened", load_fails=(2, 1, LAST)),
         ["rank 3: Traceback", f"{REFUSED} 2"],
     ),
     "packing": (
-        SyncCase(mode="bucketed", tp=1, bad_tensor=(1, 0)),
+        SyncCase(mode="flattened", tp=1, bad_tensor=(1, 0)),
         ["rank 1: Traceback", UNPACKED],
     ),
     "packing the last tensor": (SyncCase(bad_tensor=(2, 11)), ["rank 2: Traceback", UNPACKED]),

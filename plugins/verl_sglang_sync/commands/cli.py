@@ -48,7 +48,7 @@ def bench(
     ] = None,
     arms: Annotated[
         str, typer.Option(help="What to measure, separated by commas.")
-    ] = "native,bucketed,flattened,compiled,compiled_packed,copy_limit",
+    ] = "native,flattened,compiled,compiled_packed,copy_limit",
     runs: Annotated[int, typer.Option(min=1, help="Cycles of each arm.")] = 5,
     device: Annotated[
         str | None, typer.Option(help="cuda or cpu; by default a GPU if there is one.")

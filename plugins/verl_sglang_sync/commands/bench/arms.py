@@ -52,7 +52,6 @@ class Arm:
 PACKED = {"read_in_place": False}
 ARMS = {
     "native": Arm(None, host_backup=True),
-    "bucketed": Arm("bucketed", host_backup=True),
     "flattened": Arm("flattened", host_backup=True),
     "compiled": Arm("compiled"),
     "compiled_packed": Arm("compiled", settings={**PACKED, "keep_staging_buffers": True}),

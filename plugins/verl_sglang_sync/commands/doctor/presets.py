@@ -150,9 +150,8 @@ def sentences(config: DictConfig, settings: WeightSyncConfig, machine: Machine) 
         how = "NCCL" if machine.num_gpus else "gloo"
         yield f"The trainer's first rank broadcasts {bucket} to all engines over {how}"
     else:
-        num_buffers = settings.for_session().num_staging_buffers
         shared = "CUDA IPC" if machine.num_gpus else "/dev/shm"
-        staging = f"{bucket} through {num_buffers} staging buffer{'s' * (num_buffers > 1)}"
+        staging = f"{bucket} through {settings.num_staging_buffers} staging buffers"
         yield f"One request per sync opens a session per rank: {staging}, shared by {shared}"
     if settings.uses_plan:
         yield _later_route(config, settings, machine)
