@@ -22,7 +22,7 @@ from sglang_loader.common.check_remarks import ManifestCheck
 from sglang_loader.common.engine_settings import STALE_REQUESTS_TIMEOUT_S, HostBackup
 from sglang_loader.common.session.messages import MAX_TIMEOUT_S
 from verl_sglang_sync.http_settings import KEY_VARIABLE, LIMITS, checked_base_url
-from verl_sglang_sync.stages import SLEEP_ORDER, WAKE_ORDER, StageOrder
+from verl_sglang_sync.stages import ORDER_WITH_GRAPHS, VERLS_ORDER, StageOrder
 
 Mode = Literal["flattened", "compiled"]
 OnFallback = Literal["warn", "error"]
@@ -91,8 +91,7 @@ class WeightSyncConfig:
     timeouts_s: Mapping[str, float] = field(default_factory=dict)
     report_file: FilePath = None
     host_backup: HostBackup = "auto"
-    sleep_order: tuple[str, ...] = SLEEP_ORDER
-    wake_order: tuple[str, ...] = WAKE_ORDER
+    release_cuda_graphs: bool = False
     stale_requests_timeout_s: SecondsOrZero = STALE_REQUESTS_TIMEOUT_S
     router_url: str | None = None
     manifest_check: ManifestCheck = "error"
@@ -133,7 +132,7 @@ class WeightSyncConfig:
     @property
     def stages(self) -> StageOrder:
         """The order in which memory is released and resumed."""
-        return StageOrder.of(SECTION, self.sleep_order, self.wake_order)
+        return ORDER_WITH_GRAPHS if self.release_cuda_graphs else VERLS_ORDER
 
     @classmethod
     def from_rollout(cls, rollout: Any) -> WeightSyncConfig | None:
@@ -153,16 +152,13 @@ class WeightSyncConfig:
         section = _get(custom, "weight_sync") if custom is not None else None
         if section is None:
             return None
-        keys: dict[str, Any] = {"mode": None, "sleep_order": SLEEP_ORDER, "wake_order": WAKE_ORDER}
+        keys: dict[str, Any] = {"mode": None}
         given = _checked_section(section)
         keys |= {key: given.get(key) for key in given}  # None: Hydra has the key without a value
-        stages = StageOrder.of(SECTION, keys.pop("sleep_order"), keys.pop("wake_order"))
         megabytes = _get(_get(rollout, "checkpoint_engine"), "update_weights_bucket_megabytes")
         switches = {key: _get(rollout, key) for key in ("multi_stage_wake_up", "free_cache_engine")}
         return cls(
             **{key: _setting(SECTION, key, value) for key, value in keys.items()},
-            sleep_order=stages.sleep,
-            wake_order=stages.wake,
             exports_draft=bool(_get(_get(rollout, "mtp"), "enable", False)),
             bucket_bytes=_read(BUCKET_KEY, megabytes, Mebibytes) << 20,
             **{key: _setting(ROLLOUT, key, value) for key, value in switches.items()},
@@ -180,6 +176,8 @@ COMPILED_KEYS = (
 REMOVED_KEYS = {
     "recheck_every_n_syncs": "use prove_every_n_syncs, which compares what the engines hold with the "
     "full export",
+    "sleep_order": "use release_cuda_graphs=true, with which CUDA graphs sleep too",
+    "wake_order": "use release_cuda_graphs=true, with which CUDA graphs sleep too",
     "stale_requests": "use stale_requests_timeout_s, where 0 refuses a request at once",
 }
 """Keys of earlier releases, and what replaces each."""

@@ -194,13 +194,13 @@ def _check_disaggregated(config: DictConfig, settings: WeightSyncConfig) -> Iter
 
 
 def _check_graphs(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]:
-    if not settings.stages.releases_graphs:
+    if not settings.release_cuda_graphs:
         return
     for key, value in _NO_GRAPHS_TO_RELEASE:
         if OmegaConf.select(config, key) == value:
             yield (
-                f"{key}={value}, but {SECTION}.sleep_order has 'cuda_graph': SGLang makes no "
-                "graphs that can be released; allowed: another value, or orders without it"
+                f"{key}={value} with {SECTION}.release_cuda_graphs=True: SGLang makes no graphs "
+                "that can be released; allowed: another value, or release_cuda_graphs=False"
             )
 
 
@@ -215,7 +215,7 @@ _NO_GRAPHS_TO_RELEASE = (
 )
 
 
-SLEEP_KEYS = ("host_backup", "sleep_order", "wake_order")
+SLEEP_KEYS = ("host_backup", "release_cuda_graphs")
 """Keys of engines whose weights sleep."""
 
 SYNC_KEYS = (

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 from tiny_assets import make_assets
 
+from sglang_loader.common.engine_settings import GRAPHS_VARIABLE
 from sglang_loader.common.session.messages import SESSION_FORMAT
 from support.captured_launch import (
     HTTP_PORT,
@@ -105,6 +106,11 @@ class TestArguments:
                 users = given["custom_weight_loader"]
                 assert reached["custom_weight_loader"] == [*users, SESSION_FORMAT]
         assert lost == set(changed)
+
+    def test_graphs_are_captured_under_their_tag_where_they_sleep(self, model):
+        (launched,) = launch(model, f"{SECTION}.release_cuda_graphs=true")
+        assert launched.environment[GRAPHS_VARIABLE] == "true"
+        assert GRAPHS_VARIABLE not in launch(model)[0].environment
 
     def test_without_engine_kwargs_nothing_of_them_arrives(self, model):
         """Negative control: each value above tells, and is the recipe's, not verl's own."""

@@ -92,8 +92,9 @@ IN_SECTION = {  # key: values, and what is allowed
     "timeouts_s": ((5,), f"expected seconds by operation: {OPERATIONS}"),
     "report_file": (("", 3, False), "expected a file path or null"),
     "host_backup": (("Auto", "", None, 1), "allowed: auto, on, off"),
-    "sleep_order": ((["weights", "lora"],), "unknown 'lora'; allowed: kv_cache, weights, cuda_"),
-    "wake_order": (("weights",), "expected a list of"),
+    "release_cuda_graphs": ((1, "true", None), "allowed: true, false"),
+    "sleep_order": (([],), "this key was removed; use release_cuda_graphs=true"),
+    "wake_order": (("weights",), "this key was removed; use release_cuda_graphs=true"),
     "stale_requests_timeout_s": ((-1, "60", None), "expected a number of at least 0 and at most 8"),
     "stale_requests": (("wait", "refuse"), "use stale_requests_timeout_s, where 0 refuses a req"),
     "manifest_check": (("Error", "", None, 0, True), "allowed: error, warn, off"),
@@ -176,7 +177,6 @@ def test_a_preset_has_exactly_the_known_keys_and_the_defaults(recipes, preset):
     keys = OmegaConf.to_container(OmegaConf.select(recipes[preset], SECTION))
     assert set(keys) == {*PRESET_KEYS, *(COMPILED_KEYS if preset == "compiled" else ())}
     assert keys.pop("timeouts_s") == dict.fromkeys(LIMITS)
-    keys |= {key: tuple(keys[key]) for key in ("sleep_order", "wake_order")}
     defaults = {
         field.name: field.default
         for field in dataclasses.fields(WeightSyncConfig)

@@ -44,10 +44,7 @@ def recipe(recipes):
     return changed
 
 
-GRAPHS = {
-    f"{SECTION}.sleep_order": ["kv_cache", "cuda_graph", "weights"],
-    f"{SECTION}.wake_order": ["weights", "sync", "cuda_graph", "kv_cache"],
-}
+GRAPHS = {f"{SECTION}.release_cuda_graphs": True}
 BREAKABLE = f"{ROLLOUT}.engine_kwargs.sglang.cuda_graph_backend_prefill"
 
 
@@ -122,11 +119,11 @@ BAD = {
     "a loader that is no list": ({LOADER: "a.b"}, [f"{LOADER}='a.b': expected a list of dotted"]),
     "graphs that are not there": (
         {**GRAPHS, f"{ROLLOUT}.enforce_eager": True},
-        [f"{ROLLOUT}.enforce_eager=True, but {SECTION}.sleep_order has 'cuda_graph'"],
+        [f"{ROLLOUT}.enforce_eager=True with {SECTION}.release_cuda_graphs=True: SGLang"],
     ),
     "graphs that SGLang does not release": (
         {**GRAPHS, BREAKABLE: "breakable"},
-        [f"{BREAKABLE}=breakable, but {SECTION}.sleep_order has 'cuda_graph'"],
+        [f"{BREAKABLE}=breakable with {SECTION}.release_cuda_graphs=True: SGLang"],
     ),
 }
 
@@ -234,8 +231,7 @@ OTHER_VALUES = {
     "timeouts_s": {"update": 5.0},
     "report_file": "syncs.jsonl",
     "host_backup": "off",
-    "sleep_order": ["weights", "kv_cache"],
-    "wake_order": ["weights", "sync", "cuda_graph", "kv_cache"],
+    "release_cuda_graphs": True,
     "stale_requests_timeout_s": 5.0,
     "router_url": "http://router:1",
     "manifest_check": "warn",
@@ -246,7 +242,7 @@ OTHER_VALUES = {
     "read_in_place": False,
     "exchange_shards": False,
 }
-SLEEP = {"host_backup", "sleep_order", "wake_order"}
+SLEEP = {"host_backup", "release_cuda_graphs"}
 COLOCATED = {"keep_staging_buffers"}
 SYNC = {
     *("timeouts_s", "manifest_check", "prove_every_n_syncs", "on_fallback"),
@@ -289,21 +285,15 @@ def test_a_key_that_does_nothing_is_refused(recipe, name, key):
     if base != EAGLE:
         without_effect = {*without_effect, "draft_weights"}
     changes = {**base, f"{SECTION}.{key}": OTHER_VALUES[key]}
-    if key == "wake_order":
-        changes |= GRAPHS
     for mode in modes:
         if key in COMPILED_KEYS and mode != "compiled":
             problem = "only for mode 'compiled'"
         elif key in without_effect:
-            problem = f"{key}={setting_of(OTHER_VALUES[key])!r} has no effect ("
+            problem = f"{key}={OTHER_VALUES[key]!r} has no effect ("
         else:
             settings = check_recipe(recipe(mode, changes))
-            assert getattr(settings, key) == setting_of(OTHER_VALUES[key]), "as the recipe says"
+            assert getattr(settings, key) == OTHER_VALUES[key], "as the recipe says"
             continue
         with pytest.raises(RecipeError) as error:
             check_recipe(recipe(mode, changes))
         assert problem in str(error.value)
-
-
-def setting_of(value):
-    return tuple(value) if isinstance(value, list) else value

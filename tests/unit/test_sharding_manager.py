@@ -64,11 +64,9 @@ def awake(manager, events, *, version="1"):
         asyncio.run(manager.release())
 
 
-GRAPHS = {
-    "sleep_order": ("cuda_graph", "kv_cache", "weights"),
-    "wake_order": ("weights", "sync", "cuda_graph", "kv_cache"),
-}
-WITH_GRAPHS = [("resume cuda_graph kv_cache",), ("body",), ("release", *GRAPHS["sleep_order"])]
+GRAPHS = {"release_cuda_graphs": True}
+SLEEP_WITH_GRAPHS = ("release", "kv_cache", "cuda_graph", "weights")
+WITH_GRAPHS = [("resume cuda_graph kv_cache",), ("body",), SLEEP_WITH_GRAPHS]
 STAGES = {
     "multi-stage": (
         {"multi_stage_wake_up": True},

@@ -112,8 +112,8 @@ def force_preload() -> None:
         if saver._impl._hook_mode != PRELOAD:
             raise RuntimeError(
                 f"torch-memory-saver already works with hook_mode={saver._impl._hook_mode!r}, with "
-                f"which CUDA graphs cannot be released; allowed: {PRELOAD!r}. Take cuda_graph out "
-                "of sleep_order and wake_order"
+                f"which CUDA graphs cannot be released; allowed: {PRELOAD!r}. Set "
+                "release_cuda_graphs=False"
             )
         return
     chosen = saver._impl_ctor_kwargs.get("hook_mode", PRELOAD)

@@ -77,7 +77,7 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
     async def resume(self, tags: Sequence[str]) -> None:
         """Resume the memory of verl's stages "weights" and "kv_cache".
 
-        They stand for all tags of `wake_order` before and after the sync. In a one-stage wake-up
+        They stand for all tags before and after the sync, see `stages`. In a one-stage wake-up
         "weights" resumes everything, and the later "kv_cache" is a no-op in the engine.
         """
         if not self._settings.free_cache_engine:
@@ -96,7 +96,7 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
             self._publish()
 
     async def release(self, tags: Sequence[str] | None = None) -> None:
-        """Release memory, by default in `sleep_order`; a no-op for memory that is released."""
+        """Release memory, by default all that sleeps; a no-op for memory that is released."""
         if not self._settings.free_cache_engine:
             return
         wanted = self._settings.stages.sleep if tags is None else tags

@@ -64,7 +64,7 @@ class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
         # SGLang's processes inherit these.
         os.environ[HOST_BACKUP_VARIABLE] = settings.effective_host_backup
         os.environ[STALE_REQUESTS_VARIABLE] = str(settings.stale_requests_timeout_s)
-        if settings.stages.releases_graphs:
+        if settings.release_cuda_graphs:
             os.environ[GRAPHS_VARIABLE] = "true"
         if settings.router_url is not None:
             os.environ[HEALTH_GENERATES] = "false"
@@ -82,7 +82,7 @@ class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
 
     async def sleep(self) -> None:
         """Release the engine's memory, and keep the costs for `take_sleep_costs`. A hybrid engine,
-        whose weights sleep too, uses `sleep_order`, others verl's own order.
+        whose weights sleep too, uses the settings' order, others verl's own.
         """
         started, costs = time.perf_counter(), None
         if self._sleeps_in_order:
