@@ -1,7 +1,7 @@
 """Settings of one weight sync: the preset's keys, and verl's keys that apply to it.
 
 The presets are `conf/weight_sync/*.yaml`; their keys are exactly the fields of `WeightSyncConfig`
-that apply to the preset's mode: an unknown key, or one of another mode, is an error.
+that apply to the preset's mode. An unknown key is an error.
 
     cfg = WeightSyncConfig.from_rollout(config.actor_rollout_ref.rollout)
     if cfg is None:  # no `+weight_sync=...`: verl's own behaviour
@@ -127,7 +127,7 @@ class WeightSyncConfig:
         """These settings; in modes without a load plan, routes that need one are switched off."""
         if self.uses_plan:
             return self
-        return replace(self, read_in_place=False, exchange_shards=False)
+        return replace(self, read_in_place=False, exchange_shards=False, recheck_every_n_syncs=0)
 
     @property
     def stages(self) -> StageOrder:
@@ -172,7 +172,7 @@ COMPILED_KEYS = (
     "read_in_place",
     "exchange_shards",
 )
-"""Keys of a preset that apply only to mode "compiled"."""
+"""Keys that have an effect only with mode "compiled"."""
 REMOVED_KEYS = {
     "recheck_every_n_syncs": "use prove_every_n_syncs, which compares what the engines hold with the "
     "full export",
@@ -244,14 +244,13 @@ def _get(node: Any, key: str, default: Any = None) -> Any:
 
 
 def _checked_section(section: Any) -> Mapping[str, Any]:
-    """The section of a preset; raises ValueError if one of its keys does not apply to its mode."""
+    """The section of a preset; raises ValueError if a key is unknown or was removed."""
     if not isinstance(section, Mapping):
         raise ValueError(
             f"{SECTION}={section!r}: expected a preset's mapping; choose one with "
             f"+weight_sync=<{'|'.join(PRESETS)}>"
         )
-    mode = _setting(SECTION, "mode", section.get("mode"))
-    allowed = (*PRESET_KEYS, *(COMPILED_KEYS if mode == "compiled" else ()))
+    allowed = (*PRESET_KEYS, *COMPILED_KEYS)
     for key in section:
         if key == "router_api_key":  # verl prints its config, and sends it to trackers
             raise ValueError(f"{SECTION}.{key}: set the environment variable {KEY_VARIABLE}")
@@ -260,9 +259,7 @@ def _checked_section(section: Any) -> Mapping[str, Any]:
                 f"{SECTION}.{key}={section[key]!r}: this key was removed; {REMOVED_KEYS[key]}"
             )
         if key not in allowed:
-            is_compiled = key in COMPILED_KEYS
-            problem = f"only for mode 'compiled', not {mode!r}" if is_compiled else "unknown key"
             raise ValueError(
-                f"{SECTION}.{key}={section[key]!r}: {problem}; allowed: {', '.join(allowed)}"
+                f"{SECTION}.{key}={section[key]!r}: unknown key; allowed: {', '.join(allowed)}"
             )
     return section

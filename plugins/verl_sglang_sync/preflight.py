@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_sglang_sync.config import (
     BACKEND_KEY,
+    COMPILED_KEYS,
     DISAGGREGATED_BACKEND,
     ROLLOUT,
     SECTION,
@@ -81,6 +82,8 @@ def _without_preset(config: DictConfig, rollout: DictConfig) -> Iterator[str]:
 
 
 def _remarks(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]:
+    if ignored := ", ".join(_keys_without_effect(config, settings)):
+        yield f"settings of {SECTION} without effect in this recipe: {ignored}"
     if settings.multi_stage_wake_up and not settings.free_cache_engine:
         yield (
             f"{ROLLOUT}.multi_stage_wake_up=True is ignored: free_cache_engine=False keeps the "
@@ -226,8 +229,8 @@ SYNC_KEYS = (
 them: one that stays empty does no harm, and the log says why."""
 
 
-def _check_keys(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]:
-    """Keys that the user has set and that have no effect in this recipe."""
+def _keys_without_effect(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]:
+    """Yield each key without effect in this recipe, if the user has set it, and the reason."""
     backend = OmegaConf.select(config, BACKEND_KEY)
     has_hybrid = OmegaConf.select(config, "actor_rollout_ref.hybrid_engine") is not False
     without_effect: list[tuple[str, Sequence[str]]] = []
@@ -242,21 +245,21 @@ def _check_keys(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]
     if not _draft_algorithm(config):
         why = "no speculative decoding with a draft model that SGLang updates"
         without_effect.append((why, ("draft_weights",)))
+    if settings.mode != "compiled":
+        without_effect.append((f"mode={settings.mode!r}", COMPILED_KEYS))
     default = WeightSyncConfig(
         mode=settings.mode, bucket_bytes=1, multi_stage_wake_up=True, free_cache_engine=True
     )
-    for why, keys in without_effect:
-        for key in keys:
-            value, allowed = getattr(settings, key), getattr(default, key)
-            if value != allowed:
-                yield f"{SECTION}.{key}={value!r} has no effect ({why}); allowed: {allowed!r}"
+    reasons = {key: why for why, keys in without_effect for key in keys}
+    for key, why in reasons.items():
+        if (value := getattr(settings, key)) != getattr(default, key):
+            yield f"{key}={value!r} ({why})"
 
 
 _CHECKS: tuple[Callable[[DictConfig, WeightSyncConfig], Iterator[str]], ...] = (
     _check_engine,
     _check_counts,
     _check_disaggregated,
-    _check_keys,
     _check_graphs,
 )
 

@@ -280,20 +280,35 @@ def test_every_key_is_in_the_table_of_keys_and_recipes():
 
 @pytest.mark.parametrize("key", OTHER_VALUES)
 @pytest.mark.parametrize("name", WITHOUT_EFFECT)
-def test_a_key_that_does_nothing_is_refused(recipe, name, key):
+def test_a_key_that_does_nothing_is_remarked(recipe, caplog, name, key):
     base, modes, without_effect = WITHOUT_EFFECT[name]
     if base != EAGLE:
         without_effect = {*without_effect, "draft_weights"}
     changes = {**base, f"{SECTION}.{key}": OTHER_VALUES[key]}
     for mode in modes:
-        if key in COMPILED_KEYS and mode != "compiled":
-            problem = "only for mode 'compiled'"
-        elif key in without_effect:
-            problem = f"{key}={OTHER_VALUES[key]!r} has no effect ("
-        else:
+        is_ignored = key in without_effect or (key in COMPILED_KEYS and mode != "compiled")
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="verl_sglang_sync"):
             settings = check_recipe(recipe(mode, changes))
-            assert getattr(settings, key) == OTHER_VALUES[key], "as the recipe says"
-            continue
-        with pytest.raises(RecipeError) as error:
-            check_recipe(recipe(mode, changes))
-        assert problem in str(error.value)
+        assert getattr(settings, key) == OTHER_VALUES[key], "as the recipe says"
+        remarks = [text for text in caplog.messages if "without effect in this recipe" in text]
+        assert len(remarks) == is_ignored
+        assert all(f"{key}={OTHER_VALUES[key]!r} (" in text for text in remarks)
+
+
+def test_a_compiled_recipe_may_run_flattened(recipe, caplog):
+    with caplog.at_level(logging.WARNING, logger="verl_sglang_sync"):
+        assert (
+            check_recipe(recipe("compiled", {f"{SECTION}.mode": "flattened"})).mode == "flattened"
+        )
+    assert not caplog.messages, "its defaults are no user's wish"
+
+
+def test_keys_that_do_nothing_are_one_remark(recipe, caplog):
+    keys = {"host_backup": "on", "release_cuda_graphs": True, "draft_weights": "synced"}
+    asleep = {f"{ROLLOUT}.free_cache_engine": False}
+    changes = asleep | {f"{SECTION}.{key}": value for key, value in keys.items()}
+    with caplog.at_level(logging.WARNING, logger="verl_sglang_sync"):
+        check_recipe(recipe("compiled", changes))
+    (remark,) = caplog.messages
+    assert all(f"{key}={value!r}" in remark for key, value in keys.items())
