@@ -96,7 +96,7 @@ def main() -> None:
     """Run all arms of all models; see the module docstring."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["qwen3-8b"])
-    parser.add_argument("--arms", nargs="+", default=["compiled", "compiled_packed_freed"])
+    parser.add_argument("--arms", nargs="+", default=["compiled", "compiled_packed"])
     parser.add_argument("--syncs", type=int, default=200)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--folder", type=Path, help="server logs; default: a temporary folder")

@@ -98,7 +98,6 @@ class WeightSyncConfig:
     draft_weights: DraftWeights = "auto"
     prove_every_n_syncs: Count = 0
     on_fallback: OnFallback = "warn"
-    keep_staging_buffers: bool = False
     read_in_place: bool = True
     exchange_shards: bool = True
     exports_draft: bool = False
@@ -168,7 +167,6 @@ class WeightSyncConfig:
 COMPILED_KEYS = (
     "prove_every_n_syncs",
     "on_fallback",
-    "keep_staging_buffers",
     "read_in_place",
     "exchange_shards",
 )
@@ -178,6 +176,7 @@ REMOVED_KEYS = {
     "full export",
     "sleep_order": "use release_cuda_graphs=true, with which CUDA graphs sleep too",
     "wake_order": "use release_cuda_graphs=true, with which CUDA graphs sleep too",
+    "keep_staging_buffers": "staging buffers are freed after each sync",
     "stale_requests": "use stale_requests_timeout_s, where 0 refuses a request at once",
 }
 """Keys of earlier releases, and what replaces each."""

@@ -237,7 +237,7 @@ def _keys_without_effect(config: DictConfig, settings: WeightSyncConfig) -> Iter
     if backend not in (None, "naive") and not has_hybrid:
         others = () if backend == DISAGGREGATED_BACKEND else SYNC_KEYS
         why = f"{BACKEND_KEY}={backend!r} with hybrid_engine=False"
-        without_effect.append((why, ("keep_staging_buffers", *SLEEP_KEYS, *others)))
+        without_effect.append((why, (*SLEEP_KEYS, *others)))
     elif not settings.free_cache_engine:
         without_effect.append(("free_cache_engine=False: nothing sleeps", SLEEP_KEYS))
     elif _serves_adapter(config):

@@ -72,9 +72,8 @@ def test_every_way_of_a_sync_leaves_what_the_eager_loader_does(case):
     are, one of them elsewhere after engines were told where it had been.
     """
     syncs, is_sharded = Syncs([case.engine], case.ranks), case.engine.tp > 1
-    for settings in ({"keep_staging_buffers": True}, {"keep_staging_buffers": False}):
-        for reports in of_ranks(syncs(**STAGED, **settings)):
-            assert all(report["num_replayed"] == report["num_buckets"] for report in reports[1:])
+    for reports in of_ranks(syncs(**STAGED)):
+        assert all(report["num_replayed"] == report["num_buckets"] for report in reports[1:])
     for reports in of_ranks(syncs(**STAGED, **PROVEN)):
         assert [report["is_proven"] for report in reports] == [None, True, None, True]
     for way in (syncs("kept"), syncs.pulled):

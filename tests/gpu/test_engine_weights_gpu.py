@@ -20,7 +20,7 @@ def test_sync_is_bit_exact_on_the_gpu(architecture, tp, tmp_path):
         for mode in MODES:
             check_mode(engine, ranks, mode)
         syncs = Syncs([engine], ranks)
-        syncs(**STAGED, keep_staging_buffers=True)
+        syncs(**STAGED)
         for export in ("kept", "mapped"):
             check_pulled(syncs(export), [False, True, True, True])
             syncs(export, moves_after=3)

@@ -20,7 +20,7 @@ SEEDS = (1, 2, 3, 4)
 WAYS = (
     ("flattened", {}),
     ("compiled", {}),
-    ("compiled", {"prove_every_n_syncs": 2, "keep_staging_buffers": True}),
+    ("compiled", {"prove_every_n_syncs": 2}),
 )
 
 

@@ -91,7 +91,7 @@ class Syncs:
         self.pulled = self("mapped")
         self.sharded: list[Way] = []
         if len(ranks.processes) > 1:
-            self.sharded = [self("sharded", **STAGED, keep_staging_buffers=True)]
+            self.sharded = [self("sharded", **STAGED)]
 
     def __call__(self, export: str | None = None, **how: Any) -> Way:
         """Of an export that is kept, or of plain lists; arguments as for `_run`."""

@@ -83,7 +83,7 @@ ALL_KEYS = (*PRESET_KEYS, *COMPILED_KEYS)
 OPERATIONS = ", ".join(LIMITS)
 IN_SECTION = {  # key: values, and what is allowed
     "prove_every_n_syncs": ((-1, 1.5, True, "2"), "whole number from 0"),
-    "keep_staging_buffers": ((1, "true", None), "allowed: true, false"),
+    "keep_staging_buffers": ((True, False), "removed; staging buffers are freed after each sync"),
     "read_in_place": ((0, "no", None), "allowed: true, false"),
     "exchange_shards": ((1, "fsdp", None), "allowed: true, false"),
     "mode": (("fastest", "Flattened", "", None, 1), "allowed: flattened, compiled"),

@@ -238,12 +238,10 @@ OTHER_VALUES = {
     "draft_weights": "synced",
     "prove_every_n_syncs": 2,
     "on_fallback": "error",
-    "keep_staging_buffers": True,
     "read_in_place": False,
     "exchange_shards": False,
 }
 SLEEP = {"host_backup", "release_cuda_graphs"}
-COLOCATED = {"keep_staging_buffers"}
 SYNC = {
     *("timeouts_s", "manifest_check", "prove_every_n_syncs", "on_fallback"),
     *("read_in_place", "exchange_shards"),
@@ -257,13 +255,13 @@ HYBRID = "actor_rollout_ref.hybrid_engine"
 WITHOUT_EFFECT = {  # recipe: what it sets, its modes, the keys that nothing reads
     "colocated": ({}, CHOSEN, set()),
     "engines stay awake": ({f"{ROLLOUT}.free_cache_engine": False}, CHOSEN, SLEEP),
-    "broadcast": ({**BACKEND, HYBRID: False}, ("flattened", "compiled"), SLEEP | COLOCATED),
+    "broadcast": ({**BACKEND, HYBRID: False}, ("flattened", "compiled"), SLEEP),
     "broadcast, and engines beside the trainer": (
         {**BACKEND, HYBRID: True},
         ("flattened", "compiled"),
         set(),
     ),
-    "verl's own update": ({**NCCL, HYBRID: False}, CHOSEN, SLEEP | COLOCATED | SYNC),
+    "verl's own update": ({**NCCL, HYBRID: False}, CHOSEN, SLEEP | SYNC),
     "verl's own update, and engines beside the trainer": ({**NCCL, HYBRID: True}, CHOSEN, set()),
     "DP attention": (DP_ATTENTION, CHOSEN, set()),
     "no hybrid engine, but no other backend": ({HYBRID: False}, CHOSEN, set()),

@@ -28,7 +28,7 @@ class MappedDelivery(Delivery):
         self._num_packed += 1
         for session in (engine.session for engine in self._engines):
             assert ready.storage is not None, "a rank with an engine packs"
-            slot = session.map_buffer(ready.storage, keep=self._settings.keep_staging_buffers)
+            slot = session.map_buffer(ready.storage, keep=False)
             if ready.pieces is not None:
                 pieces = ready.pieces(slot)
             else:

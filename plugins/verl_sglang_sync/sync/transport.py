@@ -119,7 +119,7 @@ class SessionTransport:
         self._source_map = context.source_map
         self._ring = ring
         # The staging buffers are freed after each sync, for the KV cache.
-        self._frees_ring = context.is_colocated and not self._settings.keep_staging_buffers
+        self._frees_ring = context.is_colocated
         # A stage of the engine follows each sync: `check_reply` is called after it.
         self._defers_reply = context.is_colocated and self._settings.free_cache_engine
         self._unanswered: list[OpeningRequest] = []

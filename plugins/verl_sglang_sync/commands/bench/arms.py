@@ -54,8 +54,7 @@ ARMS = {
     "native": Arm(None, host_backup=True),
     "flattened": Arm("flattened", host_backup=True),
     "compiled": Arm("compiled"),
-    "compiled_packed": Arm("compiled", settings={**PACKED, "keep_staging_buffers": True}),
-    "compiled_packed_freed": Arm("compiled", settings=PACKED),
+    "compiled_packed": Arm("compiled", settings=PACKED),
     "native_float32": Arm(None, host_backup=True, dtype=torch.float32),
     "compiled_float32": Arm("compiled", dtype=torch.float32),
 }
