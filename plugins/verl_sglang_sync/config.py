@@ -180,6 +180,10 @@ REMOVED_KEYS = {
     "stale_requests": "use stale_requests_timeout_s, where 0 refuses a request at once",
 }
 """Keys of earlier releases, and what replaces each."""
+REMOVED_VALUES = {
+    ("host_backup", "off"): "use auto, which keeps what no sync is proven to rewrite",
+}
+"""Values of earlier releases, and what replaces each."""
 VERL_KEYS = ("exports_draft", "bucket_bytes", "multi_stage_wake_up", "free_cache_engine")
 """Settings that are keys of verl's."""
 PRESET_KEYS = [
@@ -218,6 +222,8 @@ def _setting(section: str, key: str, value: Any) -> Any:
         value = "flattened"
     if isinstance(value, bool):
         value = _YAML_WORDS.get(key, {}).get(value, value)
+    if isinstance(value, str) and (key, value) in REMOVED_VALUES:
+        raise ValueError(f"{name}={value!r}: this value was removed; {REMOVED_VALUES[key, value]}")
     return _read(name, value, _TYPES[key])
 
 

@@ -96,11 +96,6 @@ def _remarks(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]:
             f"trainer does not have it ({MODEL}.mtp.enable=False); {SECTION}.draft_weights=synced "
             "loads every sync into it, too"
         )
-    if algorithm and settings.host_backup == "off":
-        yield (
-            f"{SECTION}.host_backup='off' acts as 'auto': with speculative decoding ({algorithm}) "
-            "every release would lose the draft model, which a sync need not bring back"
-        )
 
 
 def _draft_algorithm(config: DictConfig) -> str | None:

@@ -48,7 +48,7 @@ def test_a_server_that_has_only_just_started_is_ended(tmp_path):
     def start(arguments, environment, log):
         return Fork(time.sleep, 60, environment=environment, log=log)
 
-    kinds = {"device": "cpu", "host_backup": "off", "is_moe": False}
+    kinds = {"device": "cpu", "host_backup": "on", "is_moe": False}
     with engine_server(tmp_path, **kinds, log=tmp_path / "log", wait=False, start=start):
         started = time.monotonic()
     assert time.monotonic() - started < 30

@@ -16,6 +16,7 @@ from verl_sglang_sync.config import (
     FLATTENED_ALIAS,
     MODES,
     PRESET_KEYS,
+    REMOVED_VALUES,
     WeightSyncConfig,
 )
 from verl_sglang_sync.config import PRESETS as KNOWN_PRESETS
@@ -92,7 +93,7 @@ IN_SECTION = {  # key: values, and what is allowed
     "timeouts_s.updates": ((5,), f"unknown operation; allowed: {OPERATIONS}"),
     "timeouts_s": ((5,), f"expected seconds by operation: {OPERATIONS}"),
     "report_file": (("", 3, False), "expected a file path or null"),
-    "host_backup": (("Auto", "", None, 1), "allowed: auto, on, off"),
+    "host_backup": (("Auto", "", None, 1), "allowed: auto, on"),
     "release_cuda_graphs": ((1, "true", None), "allowed: true, false"),
     "sleep_order": (([],), "this key was removed; use release_cuda_graphs=true"),
     "wake_order": (("weights",), "this key was removed; use release_cuda_graphs=true"),
@@ -205,10 +206,21 @@ def test_a_preset_changes_nothing_else_of_the_recipe(recipes, preset):
     assert with_preset == without
 
 
-@pytest.mark.parametrize(("written", "meant"), [(True, "on"), (False, "off")])
-def test_on_and_off_are_read_also_where_yaml_makes_them_booleans(written, meant):
-    config = rollout(custom__weight_sync__host_backup=written)
-    assert WeightSyncConfig.from_rollout(config).host_backup == meant
-    if not written:
-        config = rollout(custom__weight_sync__manifest_check=written)
-        assert WeightSyncConfig.from_rollout(config).manifest_check == meant
+def test_on_and_off_are_read_also_where_yaml_makes_them_booleans():
+    config = rollout(custom__weight_sync__host_backup=True)
+    assert WeightSyncConfig.from_rollout(config).host_backup == "on"
+    config = rollout(custom__weight_sync__manifest_check=False)
+    assert WeightSyncConfig.from_rollout(config).manifest_check == "off"
+
+
+@pytest.mark.parametrize(("key", "value"), REMOVED_VALUES)
+def test_a_value_that_was_removed_names_what_replaces_it(key, value):
+    config = rollout(**{f"custom__weight_sync__{key}": value})
+    said = f"{SECTION}.{key}={value!r}: this value was removed; use "
+    with pytest.raises(ValueError, match=re.escape(said)):
+        WeightSyncConfig.from_rollout(config)
+
+
+def test_off_is_a_removed_value_also_where_yaml_makes_it_a_boolean():
+    with pytest.raises(ValueError, match="host_backup='off': this value was removed"):
+        WeightSyncConfig.from_rollout(rollout(custom__weight_sync__host_backup=False))

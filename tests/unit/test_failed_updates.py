@@ -177,9 +177,7 @@ def test_a_rank_that_has_not_begun_is_stale_where_another_has(engine):
     assert engine.gate[-1] is not None
 
 
-@pytest.mark.parametrize("policy", ["auto", "off"])
-def test_a_sync_of_fewer_buckets_does_not_define_what_the_others_write(engine, policy):
-    engine.backup = create_backup(engine.model, policy, reachable)
+def test_a_sync_of_fewer_buckets_does_not_define_what_the_others_write(engine):
     assert engine.session(2.0) == []
     engine.sleep_and_wake()
     [failure] = engine.session(3.0, names=FEWER)

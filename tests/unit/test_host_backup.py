@@ -86,19 +86,6 @@ def test_the_copy_stays_while_the_memory_is_released(model):
     assert backup.host_bytes == 0, "the copy is freed once it is back"
 
 
-def test_off_keeps_nothing_until_a_coverage_is_proven(model):
-    backup = create_backup(model, "off", reachable)
-    backup.save(model)
-    assert backup.host_bytes == 0
-    poison(model)
-    backup.restore()
-    assert f"{size_of(model)} bytes" in str(backup.stale)
-    assert sync_completed(model) is None, "the user's own choice"
-    publish_coverage(model, whole(model, "linear.weight"))
-    assert release_and_resume(model, backup) <= {"linear.weight"}
-    assert backup.host_bytes == size_of(model) - model.linear.weight.nbytes
-
-
 def test_a_draft_model_is_kept_though_syncs_rewrite_all_of_the_target(model):
     """It is under the same tag, and a sync need not bring it."""
     draft = Residue()
@@ -127,9 +114,8 @@ def test_what_a_sync_has_defined_since_is_saved_too_where_no_plan_covers_it_any_
     assert f"{model.linear.weight.nbytes} bytes" in str(backup.stale)
 
 
-@pytest.mark.parametrize("policy", ["auto", "off"])
-def test_nothing_is_defined_where_the_copy_does_not_come_back(model, policy, monkeypatch):
-    backup = create_backup(model, policy, reachable)
+def test_nothing_is_defined_where_the_copy_does_not_come_back(model, monkeypatch):
+    backup = create_backup(model, "auto", reachable)
     publish_coverage(model, whole(model, "linear.weight"))
     backup.save(model)
     monkeypatch.setattr(SavedBytes, "restore", mock.Mock(side_effect=RuntimeError("no memory")))

@@ -407,14 +407,12 @@ class Runner:
     [
         ("on", {}, True, "on"),
         ("auto", {}, False, "auto"),
-        ("off", {}, False, "off"),
         ("auto", {"speculative_algorithm": "EAGLE"}, False, "auto"),
-        ("off", {"speculative_algorithm": "EAGLE"}, False, "auto"),
         ("auto", {"speculative_algorithm": "EAGLE", "is_draft_worker": True}, False, None),
         ("on", {"speculative_algorithm": "EAGLE", "is_draft_worker": True}, True, None),
         ("auto", {"cpu_offload_gb": 4}, True, "on"),
         ("auto", {"device": "cpu"}, True, "on"),
-        ("off", {"enable_memory_saver": False}, True, "on"),
+        ("auto", {"enable_memory_saver": False}, True, "on"),
         ("auto", {"enable_weights_cpu_backup": False}, False, "on"),
     ],
 )

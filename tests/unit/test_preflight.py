@@ -201,14 +201,6 @@ def test_a_draft_model_is_synced_where_the_trainer_has_it(
     assert ["no sync changes the draft" in text for text in caplog.messages] == [True] * is_remarked
 
 
-@pytest.mark.parametrize("speculation", [{}, EAGLE, TRAINED])
-def test_host_backup_off_would_lose_a_draft_model(recipe, caplog, speculation):
-    with caplog.at_level(logging.WARNING, logger="verl_sglang_sync"):
-        check_recipe(recipe("compiled", {**speculation, f"{SECTION}.host_backup": "off"}))
-    remarks = [text for text in caplog.messages if "host_backup='off' acts as 'auto'" in text]
-    assert len(remarks) == bool(speculation)
-
-
 def test_a_composed_recipe_is_checked_before_verls_own_validation(recipe):
     seen = []
 
@@ -230,7 +222,7 @@ OTHER_VALUES = {
     "request_timeout_s": 5.0,
     "timeouts_s": {"update": 5.0},
     "report_file": "syncs.jsonl",
-    "host_backup": "off",
+    "host_backup": "on",
     "release_cuda_graphs": True,
     "stale_requests_timeout_s": 5.0,
     "router_url": "http://router:1",

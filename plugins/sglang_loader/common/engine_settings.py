@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import Literal
 
-HostBackup = Literal["auto", "on", "off"]
+HostBackup = Literal["auto", "on"]
 HOST_BACKUP_VARIABLE = "VERL_SGLANG_SYNC_HOST_BACKUP"
 
 

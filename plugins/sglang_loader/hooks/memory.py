@@ -82,9 +82,6 @@ def load_model(original: Original, runner: Any) -> None:
         text = "host_backup=%s has no effect, SGLang decides which weights the host keeps: %s"
         logger.info(text, policy, reason)
         policy = "on"
-    if policy == "off" and arguments.speculative_algorithm:
-        logger.info("host_backup=off acts as auto: no sync need bring a draft model back")
-        policy = "auto"
     with nullcontext() if policy == "on" else without_cpu_backup(runner):
         original(runner)
     if runner.is_draft_worker:

@@ -2,7 +2,7 @@
 
 What a `WeightsBackup` promises: a byte is either back bit for bit after `restore`, or it counts as
 undefined until a sync that is proven to write it has completed. The bytes that are not saved are
-those of a published coverage (policy "auto"), or all (policy "off", if the user chooses it).
+those of a published coverage (policy "auto").
 
 All ranges are address ranges. A published coverage keeps its storages alive, so that no address in
 it can be given to another tensor.
@@ -11,7 +11,6 @@ it can be given to another tensor.
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Callable
 from weakref import WeakKeyDictionary
@@ -36,8 +35,8 @@ class WeightsBackup:
     """State of one model's weights across releases.
 
     Args:
-        policy: "auto" saves all but the published coverage; "off" likewise, but nothing while none
-            is published; "on" leaves saving to SGLang and only keeps track of syncs.
+        policy: "auto" saves all but the published coverage; "on" leaves saving to SGLang and only
+            keeps track of syncs.
         allocations: returns the memory that a release frees; called at each release.
 
     Attributes:
@@ -48,8 +47,7 @@ class WeightsBackup:
         self.policy = policy
         self._allocations = allocations
         self._plan: LoadPlan | None = None
-        # With "off" every sync counts as writing everything, as long as no plan is published.
-        self._covered = self._unproven = [(0, sys.maxsize)] if policy == "off" else []
+        self._covered: list[Interval] = []
         self._saved: SavedBytes | None = None
         self._lost: list[Interval] | None = None  # by the release under way
         self._undefined: list[Interval] = []
@@ -152,14 +150,13 @@ class WeightsBackup:
         """
         if self._plan is not None:
             logger.warning("weights backup: all weights are saved, as no plan holds: %s", reason)
-        self._plan, self._covered = None, self._unproven
+        self._plan, self._covered = None, []
 
     def sync_in_part(self, reason: str) -> None:
         """To be called if a sync has written only a part of the coverage: undefined bytes stay
-        undefined, also with policy "off".
+        undefined.
         """
         self.withdraw(reason)
-        self._covered = []
 
     def sync_failed(self) -> None:
         """To be called if a sync has failed: weights are half written, the plan is withdrawn."""
@@ -170,7 +167,7 @@ class WeightsBackup:
     def sync_completed(self) -> None:
         """To be called if a sync has succeeded: the bytes of the coverage are defined.
 
-        Without a published plan these are no bytes with policy "auto", and all with "off".
+        Without a published plan these are no bytes.
         """
         self.sync.complete()
         self._undefined = subtract(self._undefined, [*self._covered, *self._written])

@@ -56,11 +56,6 @@ class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
         """Launch SGLang as verl does, with our loaders in `custom_weight_loader` and our backup."""
         self._register_loaders()
         settings = self._settings
-        if settings.host_backup == "off":
-            logger.warning(
-                "weight_sync.host_backup=off: until a load plan is proven, only named buffers of "
-                "released weights are kept, and what the next sync does not rewrite holds garbage"
-            )
         # SGLang's processes inherit these.
         os.environ[HOST_BACKUP_VARIABLE] = settings.effective_host_backup
         os.environ[STALE_REQUESTS_VARIABLE] = str(settings.stale_requests_timeout_s)

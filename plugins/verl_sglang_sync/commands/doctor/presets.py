@@ -36,7 +36,6 @@ SEPARATE = ("trainer.v1.trainer_mode=separate_async", "actor_rollout_ref.hybrid_
 ON_THE_HOST = {
     "on": "all weights",
     "auto": "all weights until the plan is proven, then only what it does not rewrite",
-    "off": "named buffers alone until the plan is proven, then what it does not rewrite",
 }
 
 
