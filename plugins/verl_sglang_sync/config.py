@@ -182,6 +182,7 @@ REMOVED_KEYS = {
 """Keys of earlier releases, and what replaces each."""
 REMOVED_VALUES = {
     ("host_backup", "off"): "use auto, which keeps what no sync is proven to rewrite",
+    ("manifest_check", "warn"): "use error, or off to publish without a check",
 }
 """Values of earlier releases, and what replaces each."""
 VERL_KEYS = ("exports_draft", "bucket_bytes", "multi_stage_wake_up", "free_cache_engine")

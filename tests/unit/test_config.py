@@ -99,7 +99,7 @@ IN_SECTION = {  # key: values, and what is allowed
     "wake_order": (("weights",), "this key was removed; use release_cuda_graphs=true"),
     "stale_requests_timeout_s": ((-1, "60", None), "expected a number of at least 0 and at most 8"),
     "stale_requests": (("wait", "refuse"), "use stale_requests_timeout_s, where 0 refuses a req"),
-    "manifest_check": (("Error", "", None, 0, True), "allowed: error, warn, off"),
+    "manifest_check": (("Error", "", None, 0, True), "allowed: error, off"),
     "draft_weights": (("Synced", "", None, True), "allowed: auto, synced, frozen"),
     "router_url": (
         ("", "10.0.0.1:30000", "ftp://h", "http://::1:30000", 30000),

@@ -265,7 +265,6 @@ REFUSED = "nothing is published"
 CHECKS = {  # the verdict, what is known, the setting; what is said, and how often all is looked at
     "refused": (MISFIT, None, "error", REFUSED, 1),
     "refused before": (MISFIT, MISFIT, "error", REFUSED, 0),
-    "a warning": (MISFIT, None, "warn", "1 missing: e", 1),
     "not checked": (UNCHECKED, None, "error", "not checked: a quantised model", 1),
     "fits": (FITS, None, "error", "", 1),
     "known to fit": (MISFIT, FITS, "error", "", 0),
@@ -276,7 +275,7 @@ CHECKS = {  # the verdict, what is known, the setting; what is said, and how oft
 @pytest.mark.parametrize(
     ("verdict", "known", "check", "said", "num_looked_at"), CHECKS.values(), ids=CHECKS
 )
-def test_what_does_not_fit_is_named_and_not_published_but_with_a_warning(
+def test_what_does_not_fit_is_named_and_not_published(
     engine, verdict, known, check, said, num_looked_at
 ):
     engine.verdict, engine.known = verdict, known

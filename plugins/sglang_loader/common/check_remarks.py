@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
-ManifestCheck = Literal["error", "warn", "off"]
-"""Whether a sync whose tensors do not fit the engine's model fails, or is only reported."""
+ManifestCheck = Literal["error", "off"]
+"""Whether a sync fails whose tensors do not fit the engine's model."""
 
 REMARK = "remark: "
 SUCCESS = "Success"

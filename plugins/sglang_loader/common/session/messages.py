@@ -97,8 +97,8 @@ class SessionDescriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         timeout_s: longest silence that either side tolerates, in seconds.
         uses_plan: replay a load plan, or make one; False: load every bucket with the model's own
             loader.
-        manifest_check: if the tensors do not fit the model or are not all of it, fail ("error") or
-            reply with a remark ("warn"); "off": do not check.
+        manifest_check: if the tensors do not fit the model or are not all of it, fail
+            ("error"); "off": do not check.
         proof: what this session proves, see `Proof`.
         syncs_draft: with speculative decoding, load the draft model as well as its target.
         host: the trainer rank's, see `Loaded`.
