@@ -40,7 +40,7 @@ def test_broken_plugins_fail_with_their_traceback(processes):
         assert "Traceback" in checks[name]["advice"]
     assert checks["recipe checks"]["status"] == "fail"
     assert checks["SGLang hooks"]["status"] == "fail"
-    assert "preflight is broken" in checks["presets"]["detail"]
+    assert "preflight is broken" in checks["recipe"]["detail"]
 
 
 def test_verl_and_sglang_go_on_but_the_errors_are_seen(processes):

@@ -4,12 +4,10 @@ from verl_sglang_sync.commands.doctor import hardware
 from verl_sglang_sync.commands.doctor.check import Status, run_probe
 
 
-def test_cuda_ipc_and_memory_saver_really_work():
+def test_cuda_ipc_really_works():
     gpus = hardware.visible_gpus()
     for check in (
-        hardware.gpu_check(gpus),
         hardware.cuda_ipc_check(gpus, run_probe(hardware.probe_cuda_ipc)),
-        hardware.memory_saver_check(gpus),
         hardware.nccl_check(gpus),
     ):
         assert check.status is Status.OK, check

@@ -4,7 +4,6 @@ import pytest
 
 from verl_sglang_sync.commands.doctor import presets
 from verl_sglang_sync.commands.doctor.check import Status
-from verl_sglang_sync.config import PRESETS
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -12,27 +11,10 @@ NO_GPU = presets.Machine(num_gpus=0, reads_other_gpus=True)
 EIGHT_GPUS = presets.Machine(num_gpus=8, reads_other_gpus=True)
 
 
-class TestPresets:
-    @pytest.mark.parametrize(
-        ("machine", "status"), [(EIGHT_GPUS, Status.OK), (NO_GPU, Status.WARN)]
-    )
-    def test_every_preset_is_described(self, machine, status):
-        checks = list(presets.preset_checks(machine))
-        assert [check.name for check in checks] == [f"+weight_sync={name}" for name in PRESETS]
-        assert {check.status for check in checks} == {status}
-        assert all("2048 MiB" in check.detail for check in checks)
-
-    def test_presets_that_hydra_does_not_find_are_failures(self, monkeypatch):
-        monkeypatch.setattr(presets, "PRESETS", ("no_such_preset",))
-        (check,) = presets.preset_checks(NO_GPU)
-        assert (check.name, check.status) == ("+weight_sync=no_such_preset", Status.FAIL)
-        assert "Could not find 'weight_sync/no_such_preset'" in check.detail
-        assert check.advice == presets.REINSTALL
-
-
 MEGATRON = ("model_engine=megatron", f"{ACTOR}.strategy=megatron")
-COMPILED = (*presets.USUAL, "+weight_sync=compiled")
-DISAGGREGATED = (*presets.USUAL, *presets.SEPARATE, "+weight_sync=disaggregated")
+COMPILED = presets.USUAL_RECIPE
+SEPARATE = ("trainer.v1.trainer_mode=separate_async", "actor_rollout_ref.hybrid_engine=False")
+DISAGGREGATED = (*presets.USUAL, *SEPARATE, "+weight_sync=disaggregated")
 SECTION = f"{ROLLOUT}.custom.weight_sync"
 IN_PLACE = "read the trainer's parameters in place"
 
@@ -107,6 +89,7 @@ class TestRecipe:
     @pytest.mark.parametrize(
         ("overrides", "said"),
         [
+            ([*presets.USUAL, "+weight_sync=fastest"], ("find 'weight_sync/fastest'",)),
             (["actor_rollout_ref.rollut=1"], ("actor_rollout_ref.rollut",)),
             ([*COMPILED, f"{SECTION}.bukket=1"], ("bukket",)),
             ([*COMPILED, f"{SECTION}.host_backup=1"], ("host_backup=1: allowed",)),

@@ -28,7 +28,7 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
 ) -> None:
-    """Check installation, machine, and a recipe or all presets; status 1: a check has failed."""
+    """Check installation, machine, and a recipe; status 1: a check has failed."""
     from verl_sglang_sync.commands.doctor import report
     from verl_sglang_sync.commands.doctor.check import Status
 

@@ -1,7 +1,7 @@
 """Checks of recipes: whether the preflight passes them, and what they would do here.
 
 A recipe is what follows `main_ppo` on its command line, Hydra's overrides and options: the user's
-own, or a usual one for each preset. What it would do follows from the composed config, its
+own, or a usual one. What it would do follows from the composed config, its
 settings, and this machine.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
@@ -17,11 +17,9 @@ from typing import NoReturn
 from omegaconf import DictConfig, OmegaConf
 
 from verl_sglang_sync.commands.doctor.check import FAIL, OK, WARN, Check
-from verl_sglang_sync.commands.doctor.installation import REINSTALL
 from verl_sglang_sync.config import (
     BACKEND_KEY,
     DISAGGREGATED_BACKEND,
-    PRESETS,
     ROLLOUT,
     WeightSyncConfig,
 )
@@ -32,7 +30,7 @@ USUAL = (
     f"{ROLLOUT}.multi_stage_wake_up=True",
     "actor_rollout_ref.actor.strategy=fsdp2",
 )
-SEPARATE = ("trainer.v1.trainer_mode=separate_async", "actor_rollout_ref.hybrid_engine=False")
+USUAL_RECIPE = (*USUAL, "+weight_sync=compiled")
 ON_THE_HOST = {
     "on": "all weights",
     "auto": "all weights until the plan is proven, then only what it does not rewrite",
@@ -100,16 +98,6 @@ def _refuse_arguments(message: str) -> NoReturn:
         f"main_ppo does not take these arguments: {message} (options such as --config-name stand "
         "before all overrides, or after all)"
     )
-
-
-def preset_checks(machine: Machine) -> Iterator[Check]:
-    """What every preset would do in a usual recipe: FSDP2 and TP 1, on one node."""
-    for preset in PRESETS:
-        flag = f"+weight_sync={preset}"
-        more = SEPARATE if preset == "disaggregated" else ()
-        num_gpus = f"trainer.n_gpus_per_node={machine.num_gpus or 8}"
-        *_, last = recipe_checks([*USUAL, *more, num_gpus, flag], machine)
-        yield replace(last, name=flag, advice=REINSTALL if last.status is FAIL else last.advice)
 
 
 def recipe_checks(overrides: Sequence[str], machine: Machine) -> Iterator[Check]:
