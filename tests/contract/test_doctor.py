@@ -38,7 +38,7 @@ def test_broken_plugins_fail_with_their_traceback(processes):
         assert checks[name]["status"] == "fail"
         assert checks[name]["detail"] == f"ImportError: {module} is broken on purpose"
         assert "Traceback" in checks[name]["advice"]
-    assert checks["recipe checks"]["status"] == "fail"
+    assert checks["verl hooks"]["status"] == "fail"
     assert checks["SGLang hooks"]["status"] == "fail"
     assert "preflight is broken" in checks["recipe"]["detail"]
 

@@ -34,10 +34,7 @@ def doctor(
 
     with Console(stderr=True).status("importing verl and SGLang (about 20 s)"):
         checks = report.diagnose(overrides or ())
-    if as_json:
-        typer.echo(report.as_json(checks))
-    else:
-        _console(80).print(report.as_table(checks))
+    typer.echo(report.as_json(checks) if as_json else report.as_text(checks))
     raise typer.Exit(int(any(check.status is Status.FAIL for check in checks)))
 
 
@@ -128,15 +125,11 @@ def report(
             draw(runs).savefig(plot, dpi=150)
     except (ReportFileError, OSError) as error:
         _refuse(str(error))
-    console = _console(1000)
+    # A terminal wraps what is wider than it. rich would cut it.
+    console = Console(width=max(1000, Console().width))
     for line in headings(runs):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.print(table_of(runs))
-
-
-def _console(least_width: int) -> Console:
-    """Standard output, at least so wide: a terminal wraps what is wider, and rich would cut it."""
-    return Console(width=max(least_width, Console().width))
 
 
 def _refuse(problem: str) -> NoReturn:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, requires, version
 from typing import Any
 
@@ -123,24 +124,33 @@ def probe_verl() -> list[Check]:
                 entry_point.load()
         except Exception:
             errors.append(traceback.format_exc())  # verl hides it
+    hooks: dict[str, Callable[[], Any]] = {
+        "verl.rollout.WeightSyncRollout": partial(base.get_rollout_class, "sglang", "async"),
+        "verl.replica.WeightSyncReplica": partial(replica.RolloutReplicaRegistry.get, "sglang"),
+        "preflight.with_recipe_check.<locals>.validate": partial(
+            getattr, verl.utils.config, "validate_config"
+        ),
+    }
     return [
         plugin_check("verl", entries, errors, variable, policy, everything="auto"),
-        ours_check(
-            "verl rollout class",
-            lambda: base.get_rollout_class("sglang", "async"),
-            f"{NAME}.verl.rollout.WeightSyncRollout",
-        ),
-        ours_check(
-            "verl replica class",
-            lambda: replica.RolloutReplicaRegistry.get("sglang"),
-            f"{NAME}.verl.replica.WeightSyncReplica",
-        ),
-        ours_check(  # before Ray starts
-            "recipe checks",
-            lambda: verl.utils.config.validate_config,
-            f"{NAME}.preflight.with_recipe_check.<locals>.validate",
-        ),
+        hooks_check(hooks),
     ]
+
+
+def hooks_check(hooks: Mapping[str, Callable[[], Any]]) -> Check:
+    """Check that verl uses our classes and functions, given by their names in our package."""
+    wrong = []
+    for ours, look in hooks.items():
+        try:
+            found = look()
+            name = f"{found.__module__}.{found.__qualname__}"
+        except Exception as error:
+            name = repr(error)
+        if name != f"{NAME}.{ours}":
+            wrong.append(f"{name}, not {NAME}.{ours}")
+    if wrong:
+        return Check("verl hooks", FAIL, f"verl has {'; '.join(wrong)}", REPLACED)
+    return Check("verl hooks", OK, f"all {len(hooks)} are in place")
 
 
 def sglang_checks(facts: SGLangFacts) -> list[Check]:
@@ -174,20 +184,4 @@ def plugin_check(
     if policy != everything and NAME not in map(str.strip, policy.split(",")):
         detail = f"{variable}={policy!r} keeps {who} from loading it"
         return Check(title, FAIL, detail, f"unset it, or add {NAME} to the list")
-    if len(targets) > 1:
-        several = f"several targets: {', '.join(targets)}"
-        return Check(title, WARN, several, "remove the old installation")
-    return Check(title, OK, f"{who} loads {targets[0]}")
-
-
-def ours_check(title: str, look: Callable[[], Any], ours: str) -> Check:
-    """Check that verl uses our class or function, given its full name `ours`."""
-    try:
-        found = look()
-    except Exception:
-        error = traceback.format_exc()
-        return Check(title, FAIL, last_line(error), error)
-    name = f"{found.__module__}.{found.__qualname__}"
-    if name != ours:
-        return Check(title, FAIL, f"verl has {name}, not {ours}", REPLACED)
-    return Check(title, OK, name)
+    return Check(title, OK, f"{who} loads {', '.join(targets)}")

@@ -1,4 +1,4 @@
-"""Runs all checks, and shows their results as a table for people or as JSON for scripts."""
+"""Runs all checks, and shows their results as text for people or as JSON for scripts."""
 
 from __future__ import annotations
 
@@ -7,15 +7,11 @@ import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-
-from rich.markup import escape
-from rich.table import Table
+from textwrap import indent
 
 from sglang_loader.probe import collect as probe_sglang
 from verl_sglang_sync.commands.doctor import hardware, installation, presets
 from verl_sglang_sync.commands.doctor.check import FAIL, OK, Check, Status, last_line, run_probe
-
-STYLES = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "bold red"}
 
 
 def diagnose(overrides: Sequence[str] = ()) -> list[Check]:
@@ -61,19 +57,13 @@ def as_json(checks: Sequence[Check]) -> str:
     return json.dumps({"status": worst, "checks": [asdict(check) for check in checks]}, indent=2)
 
 
-def as_table(checks: Sequence[Check]) -> Table:
-    """A row per check, with its advice below, and the number of checks by status."""
-    table = Table(title="verl-sglang-sync doctor", title_justify="left", caption_justify="left")
-    table.add_column("check", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    table.add_column("found", overflow="fold")
+def as_text(checks: Sequence[Check]) -> str:
+    """Return a line per check, with its advice below, and the number of checks by status."""
+    lines = []
     for check in checks:
-        advice = f"\n[dim]{escape(check.advice)}[/]" if check.advice else ""
-        table.add_row(escape(check.name), _styled(check.status), escape(check.detail) + advice)
+        lines.append(f"{check.status.upper():4}  {check.name}: {check.detail}")
+        if check.advice:
+            lines.append(indent(check.advice, " " * 6))
     counts = {status: [check.status for check in checks].count(status) for status in Status}
-    table.caption = ", ".join(_styled(s, f"{num} {s}") for s, num in counts.items() if num)
-    return table
-
-
-def _styled(status: Status, text: str = "") -> str:
-    return f"[{STYLES[status]}]{text or status}[/]"
+    lines.append(", ".join(f"{num} {status}" for status, num in counts.items() if num))
+    return "\n".join(lines)
