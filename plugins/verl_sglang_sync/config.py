@@ -126,7 +126,7 @@ class WeightSyncConfig:
         """These settings; in modes without a load plan, routes that need one are switched off."""
         if self.uses_plan:
             return self
-        return replace(self, read_in_place=False, exchange_shards=False, recheck_every_n_syncs=0)
+        return replace(self, read_in_place=False, exchange_shards=False, prove_every_n_syncs=0)
 
     @property
     def stages(self) -> StageOrder:
@@ -172,8 +172,7 @@ COMPILED_KEYS = (
 )
 """Keys that have an effect only with mode "compiled"."""
 REMOVED_KEYS = {
-    "recheck_every_n_syncs": "use prove_every_n_syncs, which compares what the engines hold with the "
-    "full export",
+    "recheck_every_n_syncs": "use prove_every_n_syncs, which compares engines with the full export",
     "sleep_order": "use release_cuda_graphs=true, with which CUDA graphs sleep too",
     "wake_order": "use release_cuda_graphs=true, with which CUDA graphs sleep too",
     "keep_staging_buffers": "staging buffers are freed after each sync",

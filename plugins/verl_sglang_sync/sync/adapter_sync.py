@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from verl_sglang_sync.collective import (
+    Reason,
     TrainerGroup,
     WeightSyncError,
     common_reason,
@@ -63,8 +64,8 @@ class AdapterSync:
         """
         with report.stage("export"):
             adapter, reason = result_or_reason(collect)
-        if adapter is not None:
-            reason = adapter.refusal
+        if adapter is not None and adapter.refusal is not None:
+            reason = Reason(adapter.refusal, is_final=True)
         if reason := common_reason(self._group, reason):
             raise WeightSyncError(f"the LoRA adapter was not exported\n{reason}")
         assert adapter is not None, "no rank has failed"
