@@ -66,7 +66,7 @@ class Trainer:
         try:
             with opened:
                 if joins:
-                    engine.send(wire.Hello, buffers=list(mapped), arrangements="")
+                    engine.send(wire.Hello, buffers=list(mapped), plan="", arrangements="")
                     assert opened.greet(Mock(), wait_s=5)
                 handles = {}
                 for block in blocks:
