@@ -73,7 +73,7 @@ class Trainer:
                     handles[block], self.number = handle(self.number), self.number + 1
                 opened.map_blocks(blocks, handles, keep=keep)
                 if "committed" in ends:
-                    opened.commit(Mock())
+                    opened.commit(Mock(), is_last=True)
                 if "gone" in ends:
                     engine.close()
                     while not opened._channel.is_peer_gone:

@@ -277,7 +277,7 @@ class SessionTransport:
         confused with each other, which shows only once they have parted.
         """
         self._next_proof = None
-        if num_alike:
+        if num_alike and any(route.is_prepared for route in self._routes):
             self._next_proof = self._num_syncs + 1 + self._proof_distance
             self._proof_distance *= PROOF_FACTOR
 
