@@ -88,7 +88,7 @@ def engine_of(folder: Path, model: Path, device: str, **options: Any) -> Iterato
         loaders=(PAUSE_LOADER,),
         extra=extra,
         host_backup="auto",
-        variables={STALE_REQUESTS_VARIABLE: "refuse 60"},
+        variables={STALE_REQUESTS_VARIABLE: "0"},
         **options,
     ) as engine:
         yield engine

@@ -101,7 +101,7 @@ class Engine(threading.Thread):
 
     def run(self):
         try:
-            opened = session.Session(self._descriptor, [self.model], self._steps)
+            self.opened = opened = session.Session(self._descriptor, [self.model], self._steps)
             opened.load()
             try:
                 self._after_load()
@@ -238,6 +238,16 @@ def test_only_what_is_committed_and_not_given_up_is_served(
         check_not_served(
             engine, "given up" if then == "aborts" else "the trainer's process is gone"
         )
+
+
+def test_a_session_that_failed_at_the_commit_may_be_concluded(event, trainer, ring):
+    """As for the other TP ranks, which loaded and learn of it."""
+    engine = joined(trainer)
+    send_all(trainer, ring)
+    wait_until_loaded(trainer)
+    trainer._channel.close()
+    check_not_served(engine, "the trainer's process is gone")
+    engine.opened.conclude(["TP rank 0: the trainer's process is gone"])
 
 
 @pytest.mark.parametrize(

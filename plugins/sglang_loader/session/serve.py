@@ -132,7 +132,7 @@ class Session:
         self._num_alike = 0
         self._new_arrangements: bytes | None = None
         self._seconds = dict.fromkeys(("waiting", "launching", "copying"), 0.0)
-        self._has_released = False
+        self._has_released = self._has_failed = False
         self._channel = engine_end(descriptor.endpoint, is_signed=bool(descriptor.group))
 
     def load(self) -> None:
@@ -185,13 +185,19 @@ class Session:
                 self._release_buffers()
                 self._mapped.release_all()
             finally:  # the device itself may be what failed
+                self._has_failed = True
                 # A trainer that sees a failed session closed counts its handles as dropped.
                 with suppress(SessionError), self._channel:  # the trainer may be what is gone
                     self._channel.send(wire.Failed, traceback=text, failure=kind_of(error))
             raise
 
     def conclude(self, failures: Sequence[str], kind: wire.FailureKind = "other") -> None:
-        """Report the outcome on all TP ranks to the trainer: what went wrong, or nothing."""
+        """Report the outcome on all TP ranks to the trainer: what went wrong, or nothing.
+
+        A session that has failed on this rank has reported that, and is closed.
+        """
+        if self._has_failed:
+            return
         if failures:
             self._mapped.release_all()
         with suppress(SessionError), self._channel:  # the reply to the request says it, too
