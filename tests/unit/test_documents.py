@@ -26,6 +26,12 @@ def test_every_link_leads_to_a_file(document):
         assert target.startswith("http") or (document.parent / target).exists(), target
 
 
+def test_the_readme_and_the_glossary_stay_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+    rows = (ROOT / "docs/glossary.md").read_text().split("| word | meaning |\n|---|---|\n")[1]
+    assert 10 < len(rows.splitlines()) <= 25
+
+
 def test_every_setting_is_in_the_readme():
     keys = {name.split(".")[0] for name in first_column("README.md", "| key | default | meaning |")}
     assert keys == {*PRESET_KEYS, *COMPILED_KEYS}
