@@ -1,5 +1,6 @@
-"""What the documents name is there: files, settings, fields of a report, log lines."""
+"""What the documents name is there: files, functions, settings, fields of a report, log lines."""
 
+import ast
 import dataclasses
 import re
 from pathlib import Path
@@ -24,6 +25,22 @@ def first_column(document, heading):
 def test_every_link_leads_to_a_file(document):
     for target in re.findall(r"\]\(([^)#]+)", document.read_text()):
         assert target.startswith("http") or (document.parent / target).exists(), target
+
+
+def names_in(node, prefix=""):
+    """Qualified names of the functions and classes of a module."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield prefix + child.name
+            yield from names_in(child, f"{prefix}{child.name}.")
+
+
+def test_every_function_of_the_structure_is_there():
+    named = re.findall(r"`([\w/]+\.py): ([\w.]+)`", (ROOT / "docs/structure.md").read_text())
+    assert len(named) > 40
+    for file, name in named:
+        (path,) = ROOT.glob(f"plugins/*/{file}")
+        assert name in names_in(ast.parse(path.read_text())), f"{file}: {name}"
 
 
 def test_the_readme_and_the_glossary_stay_short():
