@@ -164,6 +164,7 @@ class SessionTransport:
         number = self._num_syncs + 1
         every = self._settings.prove_every_n_syncs
         is_due = number == self._next_proof or (every > 0 and number % every == 0)
+        is_due = is_due and is_repeatable(task.weights)
         for route in self._routes:
             route.begin_sync()
         outcome = self._attempt(task, self._routes, proof_follows=is_due)
@@ -171,7 +172,8 @@ class SessionTransport:
         while outcome.route is None and (learnt := self._learnt_route()) is not None:
             if is_proven := self._prove_route(task, learnt):
                 break
-            outcome = self._attempt(task, (), proof_follows=False)
+            task.report.restart()
+            outcome = self._attempt(task, (), proof_follows=is_due)
         if is_due and not is_proven:
             self._prove_served(task)
         if outcome.route is not None:
@@ -246,6 +248,9 @@ class SessionTransport:
             for route in self._routes:
                 route.check_replicas(task.weights)
             outcome = self._attempt_proof(task)
+        if outcome is None:  # the next sync is due
+            self._next_proof = self._num_syncs + 2
+            return
         task.report.is_proven = not outcome.differing
         self._plan_proof(outcome.num_alike)
         if not outcome.differing:
@@ -259,8 +264,10 @@ class SessionTransport:
             route.refuse(Reason(text, is_final=True))
         logger.error("weight sync: %s. The engines have the right weights now, by export.", text)
 
-    def _attempt_proof(self, task: SyncTask) -> Outcome:
-        """One session for `_prove_served`; a second one, without a proof, if that fails."""
+    def _attempt_proof(self, task: SyncTask) -> Outcome | None:
+        """One session for `_prove_served`. If that fails, make a second one, without a proof, and
+        return None.
+        """
         ranks = RanksInStep(self._group)
         try:
             return self._once(_without_report(task), ranks, (), [], proof="served")
@@ -270,7 +277,10 @@ class SessionTransport:
             if not self._may_repeat(task, ranks):
                 raise
             logger.warning("weight sync: not proven, exported in full again: %s", error)
-        return self._once(_without_report(task), RanksInStep(self._group), (), [])
+        # Routes learn nothing: no session of this sync follows that could prove them.
+        ranks = RanksInStep(self._group)
+        self._once(_without_report(task), ranks, (), [], learns=False)
+        return None
 
     def _plan_proof(self, num_alike: int) -> None:
         """After a proof: prove again later if tensors that held the same bytes may have been
@@ -303,6 +313,7 @@ class SessionTransport:
         *,
         proof: Proof = "none",
         proof_follows: bool = False,
+        learns: bool = True,
     ) -> Outcome:
         """One session with each engine rank, from the request that opens it to its reply.
 
@@ -312,6 +323,7 @@ class SessionTransport:
             taken: gets the route that was taken, if any.
             proof: what the session proves.
             proof_follows: another session of this sync proves what this one brings.
+            learns: routes may learn from an export.
 
         Raises:
             WeightSyncError: on every rank, if any rank failed.
@@ -323,7 +335,8 @@ class SessionTransport:
             with report.stage("open"):
                 opened = self._engines.open(stack, ranks, task, proof)
             run = SessionRun(*opened, ranks, self._settings, report)
-            source = self._choose(task, routes, taken, proof)
+            learns = learns and proof == "none"
+            source = self._choose(task, routes, taken, proof, learns)
             is_exported = isinstance(source, ExportedBuckets)
             try:
                 ranks.run_always(source.start)
@@ -342,7 +355,7 @@ class SessionTransport:
                     source.drain()
                 raise
             source.drain()
-            learns = is_exported and proof == "none"
+            learns = learns and is_exported
             meanwhile = partial(self._prepare_to_learn, task, learns)
             ranks.run_if_ok(lambda: run.finish(source, meanwhile))
             loaded = run.wait_until_loaded() or []
@@ -367,7 +380,12 @@ class SessionTransport:
         return Outcome(route) if proof == "none" else self._compared(route, loaded)
 
     def _choose(
-        self, task: SyncTask, routes: Sequence[Route], taken: list[Route], proof: Proof
+        self,
+        task: SyncTask,
+        routes: Sequence[Route],
+        taken: list[Route],
+        proof: Proof,
+        learns: bool,
     ) -> SyncSource:
         """What the first route offers that has this sync's weights, else the export; collective."""
         for route in routes:
@@ -379,7 +397,6 @@ class SessionTransport:
         # The answer takes an engine a second, and is of no use where it reads the parameters in
         # place from the next sync on.
         asks = self._needs_staging or not self._routes[0].can_learn(weights)
-        learns = proof == "none"
         if learns and any(route.wants_comparison(weights) for route in self._routes):
             with report.stage("learn"):
                 comparison = self._source_map.begin_comparison(weights)
