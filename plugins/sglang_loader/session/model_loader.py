@@ -101,6 +101,7 @@ class ModelLoader:
         self._num_replayed = 0
         self._uses_of_bucket: dict[int, BucketUses] = {}  # by index; complete if there is a plan
         self._addresses_checked = False
+        self._distrust: str | None = None  # the reason for which no plan is used any more
 
     def start(
         self, context: Mapping[str, object], *, uses_plan: bool = True, is_eager: bool = False
@@ -112,7 +113,8 @@ class ModelLoader:
             is_eager: every bucket of this sync goes through `load_weights`; a plan is kept.
         """
         changed = what_changed(self._context, context)
-        self._context, self._reason = context, None
+        uses_plan = uses_plan and self._distrust is None
+        self._context, self._reason = context, self._distrust
         self._num_replayed, self.uses, self._failed_replay = 0, [], None
         self._recorder.restart()
         self._addresses_checked = False
@@ -152,6 +154,15 @@ class ModelLoader:
         if self._checked is None or self._load_mode is not _LoadMode.REPLAY:
             return ALL_WHOLE
         return self._checked.arranged or ALL_WHOLE
+
+    def distrust_plan(self, reason: str) -> None:
+        """Load all later syncs by `load_weights`; called once a sync by it has been loaded."""
+        self._distrust = reason
+        plan, backup = self.plan, backup_of(self.model)
+        if plan is not None:
+            self._drop_plan(reason)
+            if backup is not None:  # `load_weights` has just written what the plan writes
+                backup.define(plan)
 
     def arrange(self) -> ArrangedBuckets:
         """Which buckets may come arranged in later syncs; made and proved when first asked for."""

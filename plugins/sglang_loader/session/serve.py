@@ -261,10 +261,17 @@ class Session:
             self._differing = self._held.differing()
             self._num_alike = self._held.num_alike
             self._held = None
-        if self._differing and self._descriptor.proof == "route":
+        if not self._differing:
+            return
+        if self._descriptor.proof == "route":
             raise Differs(
                 f"{len(self._differing)} tensors differ from what load_weights made of the full "
                 f"export: {listed(self._differing)}"
+            )
+        for loader in self._loaders:  # the plan may be at fault, by which exports are loaded, too
+            loader.distrust_plan(
+                f"a proof found {len(self._differing)} tensors that the load plan, or the way to "
+                f"it, had left with other bytes: {listed(self._differing)}"
             )
 
     def _next_message(self) -> FromTrainer:
