@@ -159,7 +159,8 @@ class EngineRank:
         except Exception as error:
             if not self.name:
                 raise
-            kind = type(error) if isinstance(error, EngineFailed) else SessionError
+            kept = EngineFailed | SessionError | ServerUnreachable | ReplyLost
+            kind = type(error) if isinstance(error, kept) else SessionError
             raise kind(f"{self.name}: {error}") from error
 
 
