@@ -2,14 +2,25 @@
 
 from dataclasses import asdict
 from unittest import mock
+from unittest.mock import Mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from sglang_loader.common.session.messages import PeerLost
+from sglang_loader.load_plan.executor import PlanExecutor
+from support.settings import settings_of
 from unit.route_ranks import Rank
 from unit.serving_engine import ByName, ServingEngine, colocated, synced
+from verl_sglang_sync.collective import TrainerGroup
+from verl_sglang_sync.engine.arrangements import EngineArrangements
+from verl_sglang_sync.engine.engine_ranks import EngineRank
+from verl_sglang_sync.engine.server_client.errors import ReplyLost, ServerUnreachable
 from verl_sglang_sync.engine.session import TrainerSession
-from verl_sglang_sync.routes.pull.route import PulledBuckets
+from verl_sglang_sync.routes.pull.route import Pull, PulledBuckets
+from verl_sglang_sync.routes.pull_and_send import PullAndSend
+from verl_sglang_sync.routes.route import RouteContext, RouteState
 from verl_sglang_sync.routes.staging_ring import StagingRing
 
 
@@ -86,3 +97,50 @@ def test_an_export_that_cannot_be_repeated_is_not_proven():
     report = synced(transport, iter(weights))
     assert report.is_proven is None
     assert report.num_tensors == 4
+
+
+def test_a_plan_that_a_proof_has_refuted_is_not_used_again(monkeypatch):
+    names = [f"layer_{i}" for i in range(4)]
+    engine = ServingEngine()
+    engine.models = [model] = [ByName([(name, torch.zeros(64)) for name in names])]
+    transport = colocated(
+        engine, "compiled", prove_every_n_syncs=2, manifest_check="off", free_cache_engine=False
+    )
+    replay = PlanExecutor.replay
+
+    def wrong(executor, *arguments):
+        replay(executor, *arguments)
+        with torch.no_grad():
+            model.layer_2[3] += 1
+
+    monkeypatch.setattr(PlanExecutor, "replay", wrong)
+    proven, num_replayed = [], []
+    for value in range(1, 6):
+        weights = [(name, torch.full((64,), 10.0 * i + value)) for i, name in enumerate(names)]
+        report = synced(transport, weights)
+        proven.append(report.is_proven)
+        num_replayed.append(report.num_replayed)
+    assert proven == [None, False, None, True, None]
+    assert num_replayed == [0, 1, 0, 0, 0]
+    assert torch.equal(model.layer_2, torch.full((64,), 25.0))
+
+
+@pytest.mark.parametrize(
+    "error", [PeerLost("silent"), ReplyLost("lost"), ServerUnreachable("refused")], ids=repr
+)
+def test_an_error_that_names_its_engine_rank_keeps_its_kind(error):
+    engine = EngineRank("http://h:1, TP rank 0", Mock(), Mock(), EngineArrangements(is_wanted=True))
+    text = f"http://h:1, TP rank 0: .*{error.args[0]}"
+    with pytest.raises(type(error), match=text), engine.naming_errors():
+        raise error
+
+
+def test_near_engines_count_their_syncs_too():
+    settings = settings_of("compiled").for_session()
+    context = RouteContext(TrainerGroup(), torch.device("cpu"), settings, tuple, 1)
+    pull = Pull(context, print)
+    route = PullAndSend(context, pull, list)
+    route.state = pull.state = RouteState.LEARNT
+    route.note_proven()
+    route.note_used()
+    assert pull._num_syncs == 1, "else each sync counts as the first after a proof"

@@ -72,6 +72,11 @@ class PullAndSend(Send):
         if self._pull.is_prepared:
             self._pull.note_proven()
 
+    def note_used(self) -> None:
+        super().note_used()
+        if self._pull.is_prepared:
+            self._pull.note_used()
+
     def check_replicas(self, weights: Iterable[NamedTensor]) -> None:
         self._pull.check_replicas(weights)
 
