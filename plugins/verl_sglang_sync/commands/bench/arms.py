@@ -3,7 +3,8 @@
 `native` is verl 0.9.1's own code with its own settings (host backup, named tensors, one request per
 bucket), `copy_limit` a copy of the same bytes within the device; the others are ours, with the host
 backup that their preset gets. `compiled` is the preset as it is: the engine reads the trainer's
-parameters in place. `compiled_packed` packs, as a trainer must that gathers its shards.
+parameters in place. `compiled_proven` compares the engine with the full export after every sync.
+`compiled_packed` packs, as a trainer must that gathers its shards.
 `native_float32` and `compiled_float32` export float32, verl's default, into engines of bfloat16.
 """
 
@@ -25,7 +26,7 @@ from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sync.sharding_manager import SGLangShardingManager
 
 BUCKET_BYTES = 2048 << 20
-SYNC_STAGES = ("open", "export", "confirm", "gather", "pack", "load", "commit", "publish")
+SYNC_STAGES = ("open", "export", "confirm", "gather", "pack", "load", "commit", "publish", "prove")
 COUNTS = (
     *("num_buckets", "num_replayed", "num_pulled", "num_exchanged", "num_arranged", "num_sent"),
     *("sent_bytes", "eager_reason", "staging_bytes"),
@@ -54,6 +55,7 @@ ARMS = {
     "native": Arm(None, host_backup=True),
     "flattened": Arm("flattened", host_backup=True),
     "compiled": Arm("compiled"),
+    "compiled_proven": Arm("compiled", settings={"prove_every_n_syncs": 1}),
     "compiled_packed": Arm("compiled", settings=PACKED),
     "native_float32": Arm(None, host_backup=True, dtype=torch.float32),
     "compiled_float32": Arm("compiled", dtype=torch.float32),
