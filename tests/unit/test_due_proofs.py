@@ -13,15 +13,17 @@ from sglang_loader.load_plan.executor import PlanExecutor
 from support.settings import settings_of
 from unit.route_ranks import Rank
 from unit.serving_engine import ByName, ServingEngine, colocated, synced
-from verl_sglang_sync.collective import TrainerGroup
+from verl_sglang_sync.collective import Reason, TrainerGroup
 from verl_sglang_sync.engine.arrangements import EngineArrangements
 from verl_sglang_sync.engine.engine_ranks import EngineRank
 from verl_sglang_sync.engine.server_client.errors import ReplyLost, ServerUnreachable
-from verl_sglang_sync.engine.session import TrainerSession
+from verl_sglang_sync.engine.session import EngineCannotMap, TrainerSession
 from verl_sglang_sync.routes.pull.route import Pull, PulledBuckets
 from verl_sglang_sync.routes.pull_and_send import PullAndSend
 from verl_sglang_sync.routes.route import RouteContext, RouteState
 from verl_sglang_sync.routes.staging_ring import StagingRing
+
+DELIVER = "verl_sglang_sync.routes.pull.route.PulledBuckets.deliver"
 
 
 class DueRank(Rank):
@@ -144,3 +146,27 @@ def test_near_engines_count_their_syncs_too():
     route.note_proven()
     route.note_used()
     assert pull._num_syncs == 1, "else each sync counts as the first after a proof"
+
+
+def test_memory_that_cannot_be_mapped_in_the_proof_is_never_tried_again(pool):
+    fails = "sync_failing", 1, DELIVER, EngineCannotMap("no access")
+    for seen in pool.run(_play, {}, fails, "sync", "sync"):
+        assert seen["errors"] == [] and seen["routes"] == ["export"] * 3
+        assert seen["state"] == "OFF" and "no access" in seen["off"]
+
+
+def test_a_proof_whose_engine_is_gone_is_not_followed_by_an_export(pool):
+    fails = "sync_failing", 1, DELIVER, PeerLost("the engine is gone")
+    for seen in pool.run(_play, {}, fails):
+        assert seen["routes"] == [] and len(seen["errors"]) == 1
+        assert "the engine is gone" in seen["errors"][0]
+
+
+def test_far_engines_are_sent_to_where_near_ones_cannot_map():
+    settings = settings_of("compiled").for_session()
+    context = RouteContext(TrainerGroup(), torch.device("cpu"), settings, tuple, 1)
+    pull = Pull(context, print)
+    route = PullAndSend(context, pull, list)
+    route.state = pull.state = RouteState.LEARNT
+    route.refuse_unproven(Reason("no access", is_final=False), cannot_map=True)
+    assert (route.state, pull.state) == (RouteState.UNTRIED, RouteState.OFF)

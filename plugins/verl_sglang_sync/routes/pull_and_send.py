@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any
 
+from verl_sglang_sync.collective import Reason
 from verl_sglang_sync.engine.engine_ranks import EngineRank
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.pull.route import Pull
@@ -76,6 +77,13 @@ class PullAndSend(Send):
         super().note_used()
         if self._pull.is_prepared:
             self._pull.note_used()
+
+    def refuse_unproven(self, reason: Reason, *, cannot_map: bool) -> None:
+        if not (cannot_map and self._pull.is_prepared):
+            super().refuse_unproven(reason, cannot_map=False)
+            return
+        self.forget()  # to be prepared without `Pull`
+        self._pull.refuse(replace(reason, is_final=True))
 
     def check_replicas(self, weights: Iterable[NamedTensor]) -> None:
         self._pull.check_replicas(weights)

@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import ClassVar, TypeAlias
 
@@ -330,6 +330,12 @@ class Route:
         if self._num_short > 1:
             text = "twice in a row it did not last for one sync: the parameters or engines change"
             self.refuse(Reason(text, is_final=False))
+
+    def refuse_unproven(self, reason: Reason, *, cannot_map: bool) -> None:
+        """Do not go this way: its proof has failed, in `cannot_map` because an engine cannot map
+        the trainer's memory.
+        """
+        self.refuse(replace(reason, is_final=reason.is_final or cannot_map))
 
     def refuse(self, reason: Reason) -> None:
         """Do not go this way, never again or for a number of syncs that grows."""

@@ -44,7 +44,7 @@ from verl_sglang_sync.collective import (
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.engine_ranks import Engine, OpeningRequest, drop_frames
 from verl_sglang_sync.engine.server_client.errors import ReplyLost, ServerUnreachable
-from verl_sglang_sync.engine.session import Misfit, ProofFailed
+from verl_sglang_sync.engine.session import EngineCannotMap, Misfit, ProofFailed
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroups
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.exchange import Exchange
@@ -74,6 +74,10 @@ PROOF_FACTOR = 8
 
 class FallbackRefused(RuntimeError):
     """The next syncs would be exported in full, and `on_fallback=error` forbids that."""
+
+
+HOPELESS = PeerLost | Misfit | FallbackRefused | ServerUnreachable | ReplyLost
+"""Errors of a sync that would come again if it were made again."""
 
 
 @dataclass(frozen=True)
@@ -208,9 +212,7 @@ class SessionTransport:
 
     def _may_repeat(self, task: SyncTask, ranks: RanksInStep) -> bool:
         """True if a failed sync can be made again, and may succeed then; collective."""
-        is_hopeless = isinstance(
-            ranks.cause, PeerLost | Misfit | FallbackRefused | ServerUnreachable | ReplyLost
-        )
+        is_hopeless = isinstance(ranks.cause, HOPELESS)
         may_repeat = is_repeatable(task.weights) and not ranks.may_be_served and not is_hopeless
         return holds_everywhere(self._group, may_repeat)
 
@@ -230,8 +232,13 @@ class SessionTransport:
         except RankLost:
             raise
         except WeightSyncError as error:
-            differs = not holds_everywhere(self._group, not isinstance(ranks.cause, ProofFailed))
-            route.refuse(Reason(f"its proof failed: {error}", is_final=differs))
+            kinds = HOPELESS, ProofFailed, EngineCannotMap
+            causes = self._group.all_gather([isinstance(ranks.cause, kind) for kind in kinds])
+            is_hopeless, differs, cannot_map = map(any, zip(*causes, strict=True))
+            if is_hopeless:
+                raise
+            reason = Reason(f"its proof failed: {error}", is_final=differs)
+            route.refuse_unproven(reason, cannot_map=cannot_map)
             return False
         if outcome.route is None:  # the route had nothing to offer, and the export proved itself
             return True
