@@ -27,6 +27,7 @@ MAX_KEPT = 0.1
 COUNTED = ("buckets", "pulled", "exchanged", "sent", "replayed", "eager")
 METRICS = "weight_sync"
 """Prefix of the names of all metrics."""
+PROVEN = f"{METRICS}/proven"
 
 
 @dataclass(kw_only=True)

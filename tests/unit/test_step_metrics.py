@@ -45,6 +45,14 @@ def test_replicas_are_synced_at_the_same_time():
     assert found["weight_sync/gigabytes"] == 8.0
     assert found["weight_sync/gigabytes_per_s"] == 10.0
     assert found["weight_sync/num_eager"] == 3.0
+    assert "weight_sync/proven" not in found
+
+
+@pytest.mark.parametrize(("others", "proven"), [(True, 1.0), (False, 0.0)])
+def test_replicas_are_proven_if_each_of_them_is(others, proven):
+    reports = [report(0.5, num_eager=0) for _ in range(2)]
+    reports[0].is_proven, reports[1].is_proven = True, others
+    assert merged(each.metrics() for each in reports)["weight_sync/proven"] == proven
 
 
 def test_the_log_line_tells_the_route_and_the_seconds_around_it():

@@ -14,6 +14,8 @@ from typing import Any
 
 import ray
 
+from verl_sglang_sync.report import PROVEN
+
 TRAINERS = "verl.trainer.ppo.v1.trainer_base"
 
 
@@ -41,12 +43,13 @@ def _replica_metrics(replicas: Iterable[Any]) -> dict[str, float]:
 
 
 def merged(all_metrics: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Metrics of all replicas in one: the longest seconds, and the sum of everything else, also of
-    gigabytes per second, since the replicas are synced at the same time.
+    """Metrics of all replicas in one: the longest seconds, 0 for proven if one is not, and else the
+    sum, also of gigabytes per second, since the replicas are synced at the same time.
     """
     found: dict[str, float] = {}
     for metrics in all_metrics:
         for name, value in metrics.items():
             add = max if name.endswith("_s") and not name.endswith("_per_s") else float.__add__
+            add = min if name == PROVEN else add
             found[name] = add(found[name], float(value)) if name in found else float(value)
     return found
