@@ -38,7 +38,8 @@ def entry_bytes(entry: Any) -> bytes:
 
 def with_facts(reply: Any, **facts: Any) -> Any:
     """The reply, with facts that it has no field for. They travel as JSON in its `rid`, which only
-    generation requests use, to the process that serves HTTP, where `facts_of` reads them.
+    generation requests use, to the process that serves HTTP, where `facts_of` reads them. Facts in
+    an update request travel the other way.
     """
     reply.rid = json.dumps({**facts_of(reply), **facts})
     return reply
@@ -48,6 +49,13 @@ def facts_of(reply: Any) -> dict[str, Any]:
     """The facts that `with_facts` added to a reply; empty for SGLang's own."""
     facts: dict[str, Any] = json.loads(getattr(reply, "rid", None) or "{}")
     return facts
+
+
+def admin_endpoint(endpoint: Any) -> Any:
+    """The endpoint, for which SGLang asks the API keys that it asks for weight updates."""
+    from sglang.srt.utils.auth import AuthLevel, auth_level
+
+    return auth_level(AuthLevel.ADMIN_OPTIONAL)(endpoint)
 
 
 def is_health_probe(request: Any) -> bool:

@@ -103,7 +103,7 @@ class TrainerGroup:
         Args:
             failure: this rank's traceback, or None.
             is_ready: False: this rank needs more time, and all must agree again later.
-            signature: should be equal on all ranks.
+            signature: of this rank, for the caller to compare with those of the others.
 
         Raises:
             RankLost: a rank is gone, or did not come within the limit.

@@ -83,7 +83,7 @@ sglang.srt.entrypoints.engine:
 sglang.srt.eplb.expert_location:
     get_global_expert_location_metadata; ExpertLocationMetadata(logical_to_all_physical_map_cpu)
 sglang.srt.managers.io_struct:
-    UpdateWeightsFromTensorReqInput(serialized_named_tensors, load_format, weight_version,
+    UpdateWeightsFromTensorReqInput(serialized_named_tensors, load_format, weight_version, rid,
     torch_empty_cache); UpdateWeightsFromTensorReqOutput(success, message)
     UpdateWeightsFromDistributedReqInput(group_name)
     UpdateWeightsFromDistributedReqOutput(success, message)
@@ -296,6 +296,9 @@ def test_what_verl_calls_on_a_server_or_replica_ours_takes_too(kind):
 def test_every_request_of_our_client_has_a_route_that_takes_it():
     from sglang.srt.entrypoints.http_server import app
 
+    from sglang_loader.hooks.proof import add_endpoints
+
+    add_endpoints(app)
     routes = {
         (method, route.path): route.endpoint
         for route in app.routes
@@ -325,6 +328,8 @@ def calls_of_our_client():
         make.load_adapter("a", {}, b"", num_copies=None if tp_ranks_share_adapters() else 1),
         make.unload_adapter("a"),
         make.model_info(),
+        make.ask_for_proof(),
+        make.last_proof(),
     ]
     operations = [value for value in vars(make).values() if isinstance(value, make.Operation)]
     pinned = {call.operation.path for call in calls}

@@ -24,7 +24,7 @@ from tiny_assets import make_assets
 from support.engine_loaders import HOST_LOADER
 from support.exports import calling_at
 from support.hosts import loopback
-from support.http_requests import post
+from support.http_requests import get, post
 from support.sender import Senders
 from support.served import Served, served
 from support.trainer import Ranks
@@ -201,6 +201,27 @@ def test_every_second_sync_is_proven_again(engines, shards):
     assert is_pulled == (is_sent if shards == "mapped" else [False] * len(sends))
     assert all(is_sent[-4:])
     assert [report["is_proven"] for report in reports][1::2] == [True] * 4
+
+
+def test_a_proof_that_one_replica_is_asked_for_is_made_with_all(engines):
+    def last(url):
+        return json.loads(get(url, "weight_sync/proof").text)
+
+    urls = [server.url for server in engines.servers]
+    with engines.ranks(2) as ranks:
+        senders = Senders(ranks, engines.targets, shards="sent")
+        # Norms that are alike are proven twice.
+        engines.syncs(senders, [(scale, "compiled", BOTH) for scale in (0.5, 2.0)])
+        before = [last(url)["number"] for url in urls]
+        assert post(urls[1], "weight_sync/prove", {}).status == 200
+        assert [last(url)["requested"] for url in urls] == [False, True]
+        proven, after = engines.syncs(senders, [(4.0, "compiled", BOTH), (1.0, "compiled", BOTH)])
+    assert (proven["is_proven"], after["is_proven"]) == (True, None)
+    assert proven["num_sent"] and after["num_sent"]
+    for url, number in zip(urls, before, strict=True):
+        outcome = last(url)
+        assert (outcome["number"], outcome["is_proven"]) == (number + 1, True)
+        assert not outcome["requested"] and outcome["seconds"] > 0
 
 
 def senders_that_fail(engines, ranks, *members, shards="sent"):

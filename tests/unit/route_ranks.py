@@ -267,6 +267,11 @@ class Rank:
             elif report.is_proven is None:
                 seen.num_gathers += gather.call_count
 
+    def ask(self, wants_proof, on=0):
+        """A user asks the engine of one leader for a proof, or no user does any more."""
+        if dist.get_rank() == on:
+            self.engine.wants_proof = wants_proof
+
     def wrong(self):
         """What this rank's engine has other than the export would give now."""
         full = dict(self.export)

@@ -125,6 +125,7 @@ class ServingEngine:
         refuses: why it publishes nothing when all is loaded; None: it does.
         tells_late_s: seconds from its reply to what its sessions tell of the publication.
         remarks: in every reply.
+        wants_proof: a user has asked for a proof.
         checks: the setting that each TP rank was given in the last sync.
         num_published: syncs that were good on all TP ranks.
         groups: the process group of each TP rank where buckets are broadcast; else none.
@@ -137,6 +138,7 @@ class ServingEngine:
         self.refuses = None
         self.tells_late_s = 0.0
         self.remarks: list[str] = []
+        self.wants_proof = False
         self.checks = []
         self.models = [RecordingModel() for _ in range(tp)]
         self.drafts = []
@@ -214,7 +216,9 @@ class ServingEngine:
             descriptor = decode_descriptor(handle)
             senders = group[0] if descriptor.senders else None
             models = [*self.drafts, model]
-            opened = session.Session(descriptor, models, NO_STEPS, group[0], senders)
+            opened = session.Session(
+                descriptor, models, NO_STEPS, group[0], senders, wants_proof=self.wants_proof
+            )
             del senders
             opened.load()
             served = opened

@@ -55,6 +55,7 @@ class Engine:
         others: of each other rank, what failed, whether it has overwritten weights, and whether the
             set of tensors is new to it.
         undefined: what a complete sync leaves undefined on these.
+        differing: what a proof has found on these.
         verdict: on every set of tensors.
         known: what is remembered of it.
         num_looked_at: sets of tensors that were looked at.
@@ -68,7 +69,7 @@ class Engine:
         self.model = Model()
         self.backup = create_backup(self.model, "auto", reachable)
         self.loader = loader_of(self.model)
-        self.others, self.undefined = [], None
+        self.others, self.undefined, self.differing = [], None, []
         self.verdict = Verdict()
         self.known = None
         self.num_looked_at = 0
@@ -125,7 +126,8 @@ def engine(monkeypatch):
 
     def from_all(_, item):
         if isinstance(item, tuple):
-            return [item, *((*other, engine.undefined) for other in engine.others)]
+            others = ((*other, engine.undefined, engine.differing) for other in engine.others)
+            return [item, *others]
         return [item, *(text for text, _, _ in engine.others)]
 
     monkeypatch.setattr(weights, "cached_verdict", lambda *_: engine.known)
@@ -206,6 +208,25 @@ def test_bytes_that_are_undefined_on_another_rank_are_not_served_here(engine):
     engine.undefined = None
     assert engine.session(4.0) == []
     assert engine.gate[-1] is None
+
+
+@pytest.mark.parametrize("proof", ("served", "route"))
+@pytest.mark.parametrize("differing", ([], ["a", "b"]))
+def test_what_a_proof_found_on_any_rank_is_in_the_reply(engine, proof, differing):
+    def load(update):
+        update.proof, update.differing = proof, differing[:1]
+        sync(engine.loader, 1.0)
+
+    engine.others, engine.differing = [(None, True, False)], differing
+    assert engine.update(load) == []
+    assert engine.last.proof_fact == {"proof": proof, "differing": differing}
+    engine.others = [("no memory", True, False)]
+    assert engine.update(load) != []
+    found = {"proof": proof, "differing": differing} if differing else None
+    assert engine.last.proof_fact == found, "a session that failed proves nothing more"
+    engine.others = []
+    engine.session(2.0)
+    assert engine.last.proof_fact is None
 
 
 def test_the_prefix_cache_is_dropped_once_whatever_happens(engine):

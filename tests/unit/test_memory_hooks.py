@@ -61,14 +61,14 @@ class Worker:
     def weight_update_runners(self):
         return [("target", self.model_runner)]
 
-    def open_session(self, descriptor, models, steps):
+    def open_session(self, descriptor, models, steps, *, wants_proof):
         def load():
             steps.after_join()
             steps.before_loading(LAYOUT)
             self.update()
 
         return SimpleNamespace(
-            load=load, confirm=lambda: True, conclude=lambda failures, failure: None
+            load=load, confirm=lambda: True, conclude=lambda *_: None, differing=[]
         )
 
 

@@ -39,7 +39,7 @@ def update():
     return io.UpdateWeightsFromTensorReqInput(serialized_named_tensors=[b""])
 
 
-UPDATE = SimpleNamespace(load_format="sglang_loader.session")
+UPDATE = SimpleNamespace(load_format="sglang_loader.session", weight_version=None)
 
 
 class Gate(RequestGate):

@@ -66,7 +66,13 @@ class Trainer:
         try:
             with opened:
                 if joins:
-                    engine.send(wire.Hello, buffers=list(mapped), plan="", arrangements="")
+                    engine.send(
+                        wire.Hello,
+                        buffers=list(mapped),
+                        plan="",
+                        arrangements="",
+                        wants_proof=False,
+                    )
                     assert opened.greet(Mock(), wait_s=5)
                 handles = {}
                 for block in blocks:

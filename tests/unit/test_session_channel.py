@@ -172,7 +172,7 @@ def test_an_engine_that_was_left_does_not_take_the_place_of_another(ends):
 SETTINGS = settings_of("compiled", request_timeout_s=20.0, manifest_check="off")
 
 
-HELLO = {"buffers": [], "plan": "", "arrangements": ""}
+HELLO = {"buffers": [], "plan": "", "arrangements": "", "wants_proof": False}
 
 
 @pytest.fixture

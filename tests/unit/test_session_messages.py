@@ -30,7 +30,7 @@ FROM_TRAINER = [
     wire.Abort(token=TOKEN, reason="why"),
 ]
 FROM_ENGINE = [
-    wire.Hello(token=TOKEN, buffers=["b"], plan="p", arrangements="a"),
+    wire.Hello(token=TOKEN, buffers=["b"], plan="p", arrangements="a", wants_proof=False),
     wire.BucketDone(token=TOKEN, index=1),
     wire.Loaded(
         token=TOKEN,

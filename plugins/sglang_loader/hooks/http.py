@@ -1,6 +1,7 @@
 """Hooks in the process that serves HTTP.
 
-Replies to releases and resumes of memory tell their costs, or why they were refused. A request that
+Replies to releases and resumes of memory tell their costs, or why they were refused. Users ask for
+proofs (`hooks.proof`). A request that
 waits at the schedulers' gate does not block the sync that it waits for (`UpdateLock`), and a
 request to an engine that is about to become idle is repeated (`ask_until_idle`).
 """
@@ -21,8 +22,16 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from sglang_loader.common.session.messages import SESSION_FORMAT
 from sglang_loader.common.stage_costs import StageCosts, joined
-from sglang_loader.upstream import facts_of, is_ours, mark_warm_ups, starts_random
+from sglang_loader.hooks.proof import add_endpoints, proofs
+from sglang_loader.upstream import (
+    facts_of,
+    is_ours,
+    mark_warm_ups,
+    starts_random,
+    with_facts,
+)
 
 HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 BUSY_WAIT_S = 5.0
@@ -38,7 +47,8 @@ class MemoryRequestRefused(RuntimeError):
 
 
 def launch_with_middleware(original: Original, cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND `Engine._launch_subprocesses`: adds the middleware that puts costs into replies.
+    """AROUND `Engine._launch_subprocesses`: adds the middleware that puts costs into replies, and
+    the endpoints for proofs.
 
     An engine without HTTP has not imported the server's module. SGLang adds its check of API keys
     later, and therefore outside of this middleware.
@@ -48,6 +58,7 @@ def launch_with_middleware(original: Original, cls: Any, *args: Any, **kwargs: A
         app = sys.modules[HTTP_SERVER].app
         if not any(entry.cls is StageReplyMiddleware for entry in app.user_middleware):
             app.add_middleware(StageReplyMiddleware)
+        add_endpoints(app)
         if starts_random(arguments):
             mark_warm_ups(sys.modules[HTTP_SERVER])  # the gate holds back what is not marked
     return original(cls, *args, **kwargs)
@@ -142,6 +153,21 @@ async def ask_until_idle(
         await asyncio.sleep(BUSY_POLL_S)
 
 
+async def ask_for_update(
+    manager: Any, communicator: Callable[[Any], Awaitable[Iterable[Any]]], request: Any
+) -> list[Any]:
+    """Like `ask_until_idle`, for an update: passes on that a proof is asked for, and records the
+    outcome of one.
+    """
+    if request.load_format != SESSION_FORMAT:
+        return await ask_until_idle(manager, communicator, request)
+    request.rid = None  # what a client has sent there is no fact
+    request, started = with_facts(request, wants_proof=proofs.requested), time.monotonic()
+    replies = await ask_until_idle(manager, communicator, request)
+    proofs.note(replies, request.weight_version, time.monotonic() - started)
+    return replies
+
+
 async def update(original: Original, manager: Any, obj: Any, request: Any = None) -> Any:
     """AROUND `TokenizerControlMixin.update_weights_from_tensor`: repeats it while the engine is
     busy, and wraps the lock.
@@ -149,7 +175,7 @@ async def update(original: Original, manager: Any, obj: Any, request: Any = None
     if is_ours(manager.server_args):
         communicator = manager.update_weights_from_tensor_communicator
         if not isinstance(communicator, partial):  # not wrapped yet
-            wrapped = partial(ask_until_idle, manager, communicator)
+            wrapped = partial(ask_for_update, manager, communicator)
             manager.update_weights_from_tensor_communicator = wrapped
         update_lock_of(manager)
     return await original(manager, obj, request)

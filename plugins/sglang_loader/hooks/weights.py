@@ -30,6 +30,7 @@ from sglang_loader.common.session.messages import (
     SessionError,
     decode_descriptor,
 )
+from sglang_loader.hooks.proof import proof_fact
 from sglang_loader.hooks.request_gate import (
     gate_reason,
     note_other_update,
@@ -53,6 +54,7 @@ from sglang_loader.session.weight_check import (
 from sglang_loader.upstream import (
     UpdateFrame,
     entry_bytes,
+    facts_of,
     in_an_update,
     io_struct,
     is_idle,
@@ -95,7 +97,7 @@ def update_on_all_ranks(original: Original, updater: Any, request: Any) -> Any:
     update = WeightUpdate(updater, request)
     with no_full_collections(), updater._observe_weight_load("tensor"):
         failures = _serve_session(update, updater, request)
-    return _reply(failures, update.remarks)
+    return _reply(failures, update.remarks, proof=update.proof_fact)
 
 
 def _is_idle(updater: Any) -> bool:
@@ -105,11 +107,17 @@ def _is_idle(updater: Any) -> bool:
     return is_idle(updater)
 
 
-def _reply(failures: list[str], remarks: Sequence[str] = (), *, is_busy: bool = False) -> Any:
+def _reply(
+    failures: list[str],
+    remarks: Sequence[str] = (),
+    *,
+    is_busy: bool = False,
+    proof: dict[str, Any] | None = None,
+) -> Any:
     """SGLang's reply, with the facts that `hooks.http` reads."""
     message = "\n".join(failures) or with_remarks(remarks)
     reply = io_struct().UpdateWeightsFromTensorReqOutput(success=not failures, message=message)
-    return with_facts(reply, closed=gate_reason(), is_busy=is_busy)
+    return with_facts(reply, closed=gate_reason(), is_busy=is_busy, proof=proof)
 
 
 def _serve_session(update: WeightUpdate, updater: Any, request: Any) -> list[str]:
@@ -136,8 +144,12 @@ def _serve_session(update: WeightUpdate, updater: Any, request: Any) -> list[str
             before_writing=update.begin_writing,
             before_loading=update.begin_bucket,
         )
-        session = Session(descriptor, update.models, steps, *groups)
-        session.load()
+        wants_proof = bool(facts_of(request).get("wants_proof"))
+        session = Session(descriptor, update.models, steps, *groups, wants_proof=wants_proof)
+        try:
+            session.load()
+        finally:
+            update.differing = session.differing
         sessions.append(session)
 
     def confirm() -> bool:
@@ -167,12 +179,16 @@ class WeightUpdate:
         proof: see `SessionDescriptor`.
         models: the models that load it; the target is the last.
         failure_kind: see `Failed`.
+        differing: tensors that a proof has found to differ on this TP rank.
+        proof_fact: the outcome of a proof, on all TP ranks; None if nothing was compared.
     """
 
     def __init__(self, updater: Any, request: Any) -> None:
         self.manifest_check: ManifestCheck = "off"
         self.syncs_draft = False
         self.proof: Proof = "none"
+        self.differing: Sequence[str] = ()
+        self.proof_fact: dict[str, Any] | None = None
         self.failure_kind: FailureKind = "other"
         self._updater = updater
         self._ranks = TPRanks(updater)
@@ -236,8 +252,9 @@ class WeightUpdate:
         if failure is None:
             _, failure = attempt(self.view_sync)
         stale = self._ranks.named(self._backup.stale_once_synced)
-        here = self._ranks.named(failure), self._has_begun, self._view is not None, stale
-        failed, touched, new, undefined = zip(*self._ranks.gather(here), strict=True)
+        named = self._ranks.named(failure)
+        here = named, self._has_begun, self._view is not None, stale, list(self.differing)
+        failed, touched, new, undefined, differing = zip(*self._ranks.gather(here), strict=True)
         failures = [text for text in failed if text]
         if not failures and any(new):
             failures = self._judge()
@@ -255,6 +272,8 @@ class WeightUpdate:
         if any(touched):  # else all is as it was
             follows = None if is_last else ANOTHER_SESSION
             set_gate(why_closed(self._updater) or next(iter(failures), follows))
+        names = list(dict.fromkeys(name for names in differing for name in names))
+        self.proof_fact = proof_fact(self.proof, names, is_good=not failures)
         return failures
 
     def _load_in_frame(self, load: Callable[[], None]) -> str | None:

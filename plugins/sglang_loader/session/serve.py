@@ -94,6 +94,10 @@ class Session:
         steps: called in the course of the session.
         group: the process group in which buckets are broadcast; None if all are mapped.
         senders: the process group in which all trainer ranks send, or None.
+        wants_proof: see `Hello`.
+
+    Attributes:
+        differing: tensors that a proof has found to differ on this rank; see `Loaded`.
 
     Raises:
         SessionError: a proxy has repeated the request, which is not executed again.
@@ -106,11 +110,14 @@ class Session:
         steps: SessionSteps,
         group: Any = None,
         senders: Any = None,
+        *,
+        wants_proof: bool = False,
     ) -> None:
         if descriptor in _served_descriptors:
             raise SessionError("the same request has come before: it is not executed again")
         _served_descriptors.append(descriptor)
         self._descriptor = descriptor
+        self._wants_proof = wants_proof
         self._steps = steps
         self._loaders: list[ModelLoader] = [loader_of(model) for model in models]
         self._models = models
@@ -128,7 +135,7 @@ class Session:
         self._arranged = ALL_WHOLE
         self._held: HeldWeights | None = None  # what a proof compares with
         self._outcome: SyncOutcome | None = None  # of a session that has loaded everything
-        self._differing: list[str] = []
+        self.differing: list[str] = []
         self._num_alike = 0
         self._new_arrangements: bytes | None = None
         self._seconds = dict.fromkeys(("waiting", "launching", "copying"), 0.0)
@@ -163,7 +170,7 @@ class Session:
             self._channel.send(
                 wire.Loaded,
                 **asdict(self._outcome),
-                differing=self._differing,
+                differing=self.differing,
                 num_alike=self._num_alike,
                 host=host_id(),
                 arrangements=self._new_arrangements,
@@ -220,6 +227,7 @@ class Session:
             buffers=mapped.names,
             plan=name_of([loader.plan for loader in self._loaders]),
             arrangements=self._arranged.digest,
+            wants_proof=self._wants_proof,
         )
         self._steps.after_join()
         for loader in self._loaders:
@@ -258,20 +266,20 @@ class Session:
         if self._held is None:
             return
         with self._spending("proving"):
-            self._differing = self._held.differing()
+            self.differing = self._held.differing()
             self._num_alike = self._held.num_alike
             self._held = None
-        if not self._differing:
+        if not self.differing:
             return
         if self._descriptor.proof == "route":
             raise Differs(
-                f"{len(self._differing)} tensors differ from what load_weights made of the full "
-                f"export: {listed(self._differing)}"
+                f"{len(self.differing)} tensors differ from what load_weights made of the full "
+                f"export: {listed(self.differing)}"
             )
         for loader in self._loaders:  # the plan may be at fault, by which exports are loaded, too
             loader.distrust_plan(
-                f"a proof found {len(self._differing)} tensors that the load plan, or the way to "
-                f"it, had left with other bytes: {listed(self._differing)}"
+                f"a proof found {len(self.differing)} tensors that the load plan, or the way to "
+                f"it, had left with other bytes: {listed(self.differing)}"
             )
 
     def _next_message(self) -> FromTrainer:

@@ -1,4 +1,4 @@
-"""Command line: `verl-sglang-sync doctor`, `bench` and `report`."""
+"""Command line: `verl-sglang-sync doctor`, `bench`, `report` and `prove`."""
 
 from __future__ import annotations
 
@@ -130,6 +130,26 @@ def report(
     for line in headings(runs):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.print(table_of(runs))
+
+
+@app.command()
+def prove(
+    url: Annotated[str, typer.Argument(help="Of a rollout server, as http://10.0.0.1:30000.")],
+    api_key: Annotated[str | None, typer.Option(help="The server's api_key.")] = None,
+    admin_api_key: Annotated[str | None, typer.Option(help="Its admin_api_key.")] = None,
+    timeout_s: Annotated[float, typer.Option(min=0, help="Longest wait for a sync.")] = 600.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+) -> None:
+    """Have the next sync proven bit for bit; status 0: proven, 1: it differs, 2: no answer."""
+    from verl_sglang_sync.commands.prove import prove
+
+    try:
+        answer = prove(url, api_key=api_key, admin_api_key=admin_api_key, timeout_s=timeout_s)
+    except ValueError as error:
+        _refuse(str(error))
+    proof = {"status": answer.status.name.lower(), "text": answer.text, **answer.proof}
+    typer.echo(json.dumps(proof) if as_json else answer.text)
+    raise typer.Exit(int(answer.status))
 
 
 def _refuse(problem: str) -> NoReturn:

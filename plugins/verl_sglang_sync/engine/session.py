@@ -119,6 +119,7 @@ class TrainerSession:
         descriptor: encoded, for the request that opens the session.
         plan: name of the engine's load plan, as of its Hello; "" if it has none.
         arrangements: digest of the engine's arrangements for this sync, likewise.
+        wants_proof: a user has asked the engine's server for a proof, likewise.
         num_done: number of buckets that the engine has read, as of the last `poll`.
         num_receiving: number of buckets that it has begun to receive, likewise.
         loaded: the engine's Loaded; None before it has come.
@@ -167,6 +168,7 @@ class TrainerSession:
         self.num_done = self.num_receiving = 0
         self.loaded: Loaded | None = None
         self.plan = self.arrangements = ""
+        self.wants_proof = False
 
     def greet(self, watch: Callable[[], None], *, wait_s: float) -> bool:
         """Exchange Hello and Welcome; False if the engine has not joined within `wait_s` seconds.
@@ -180,6 +182,7 @@ class TrainerSession:
         hello = self._receive(wire.Hello)
         self._mapped = set(hello.buffers)
         self.plan, self.arrangements = hello.plan, hello.arrangements
+        self.wants_proof = hello.wants_proof
         self._sent.drop_all_but(self._mapped)  # left by an engine that died, or a failed session
         self._send(wire.Welcome)
         return True

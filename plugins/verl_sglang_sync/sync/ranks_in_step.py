@@ -26,9 +26,16 @@ class RanksInStep:
         may_be_served: this rank has told its engine to publish, which has not refused.
         num_buckets: number of buckets that this rank has sent.
         num_tensors: number of their tensors.
+        asks_for_proof: an engine of this rank wants this sync proven.
+        wants_proof: an engine of any rank does, and all ranks can; as they have agreed last.
+
+    Args:
+        can_prove: this rank can make the export once more.
     """
 
-    def __init__(self, group: TrainerGroup) -> None:
+    def __init__(self, group: TrainerGroup, *, can_prove: bool = False) -> None:
+        self.asks_for_proof = self.wants_proof = False
+        self._can_prove = can_prove
         self.error: str | None = None
         self._group = group
         self.cause: Exception | None = None
@@ -90,7 +97,9 @@ class RanksInStep:
         """
         if self._is_rank_lost:
             return False
-        signature = self.num_tensors, self._checksum
+        exported = self.num_tensors, self._checksum
+        # The wish of a proof costs no collective of its own.
+        signature = exported, self.asks_for_proof, self._can_prove
         try:
             failure = self._failure if self.error is None else learnt_since
             result = self._group.agree(failure, is_ready=is_ready, signature=signature)
@@ -104,12 +113,14 @@ class RanksInStep:
         if self.error is not None:
             self.error = "\n".join((self.error, *result.failures))
             return False
+        counts, asking, able = zip(*result.signatures, strict=True)
+        self.wants_proof = any(asking) and all(able)
         if result.failures:
             reasons = "\n".join(result.failures)
             state = MAY_SERVE if self.may_be_served else MAY_BE_INCOMPLETE
             self.error = f"weight sync failed; {state}\n{reasons}"
-        elif len(set(result.signatures)) > 1:
-            numbers, checksums = map(list, zip(*result.signatures, strict=True))
+        elif len(set(counts)) > 1:
+            numbers, checksums = map(list, zip(*counts, strict=True))
             self.error = (
                 "weight sync failed: the trainer ranks exported different tensors; by rank, their "
                 f"numbers: {numbers}, checksums of names, shapes and dtypes: {checksums}"

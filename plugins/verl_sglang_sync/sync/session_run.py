@@ -95,6 +95,7 @@ class SessionRun:
                         if time.monotonic() > deadline:
                             raise PeerLost(f"the engine did not join within {limit_s:g} s")
                         return False
+                self.ranks.asks_for_proof |= engine.session.wants_proof
                 unmet.pop(0)
             for request in self.requests:
                 request.check()

@@ -7,8 +7,8 @@ or none. A sync is a few sessions with each, one after the other:
                   before anything was published, once more, by the export
     _prove_route  after an export from which a route has learnt: the same weights by that route;
                   the engines refuse other bytes than they hold, and the export is made again
-    _prove_served when a proof is due: the same weights by the export, through `load_weights`; the
-                  engines compare them with what they held
+    _prove_served when a proof is due, or a user has asked an engine for one: the same weights by
+                  the export, through `load_weights`; the engines compare them with what they held
 
 `_once` is one session. Ranks are not in step within it; they agree three times: everyone has
 joined; everyone has sent the same, and its engines have read it (only then is anything published);
@@ -46,7 +46,7 @@ from verl_sglang_sync.engine.engine_ranks import Engine, OpeningRequest, drop_fr
 from verl_sglang_sync.engine.server_client.errors import ReplyLost, ServerUnreachable
 from verl_sglang_sync.engine.session import EngineCannotMap, Misfit, ProofFailed
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroups
-from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.report import SyncReport, warn_once
 from verl_sglang_sync.routes.exchange import Exchange
 from verl_sglang_sync.routes.export import ExportedBuckets
 from verl_sglang_sync.routes.pull.route import Pull
@@ -72,6 +72,12 @@ PROOF_FACTOR = 8
 """Syncs to the next proof, and from each to the one after it, where tensors hold the same bytes."""
 
 
+CANNOT_PROVE = (
+    "weight sync: a proof is due and is left out, so that nothing is compared: this trainer's "
+    "export cannot be made a second time in one sync, which a proof needs"
+)
+
+
 class FallbackRefused(RuntimeError):
     """The next syncs would be exported in full, and `on_fallback=error` forbids that."""
 
@@ -88,11 +94,13 @@ class Outcome:
         route: brought the weights; None: the export did.
         differing: tensors that engines held with other bytes than an export that proves has.
         num_alike: storages of all engine ranks that hold the same bytes as another, in a proof.
+        wants_proof: an engine's user has asked for a proof of this sync, which can be made.
     """
 
     route: Route | None
     differing: list[str] = field(default_factory=list)
     num_alike: int = 0
+    wants_proof: bool = False
 
 
 class SessionTransport:
@@ -168,16 +176,19 @@ class SessionTransport:
         number = self._num_syncs + 1
         every = self._settings.prove_every_n_syncs
         is_due = number == self._next_proof or (every > 0 and number % every == 0)
-        is_due = is_due and is_repeatable(task.weights)
         for route in self._routes:
             route.begin_sync()
+        if is_due and not holds_everywhere(self._group, is_repeatable(task.weights)):
+            warn_once(CANNOT_PROVE)
+            is_due = False
         outcome = self._attempt(task, self._routes, proof_follows=is_due)
-        is_proven = False
+        is_due, is_proven = is_due or outcome.wants_proof, False
         while outcome.route is None and (learnt := self._learnt_route()) is not None:
             if is_proven := self._prove_route(task, learnt):
                 break
             task.report.restart()
             outcome = self._attempt(task, (), proof_follows=is_due)
+            is_due = is_due or outcome.wants_proof
         if is_due and not is_proven:
             self._prove_served(task)
         if outcome.route is not None:
@@ -188,7 +199,8 @@ class SessionTransport:
         """Bring new weights, by the first of the routes that has them, or by the export. A failure
         before anything was published costs a second attempt.
         """
-        ranks, taken = RanksInStep(self._group), list[Route]()
+        can_prove = is_repeatable(task.weights)
+        ranks, taken = RanksInStep(self._group, can_prove=can_prove), list[Route]()
         try:
             return self._once(task, ranks, routes, taken, proof_follows=proof_follows)
         except (RankLost, ReplicasDiffer):
@@ -208,7 +220,8 @@ class SessionTransport:
             )
         task.report.restart()
         again = taken if recovery is Recovery.AGAIN else ()
-        return self._once(task, RanksInStep(self._group), again, [], proof_follows=proof_follows)
+        ranks = RanksInStep(self._group, can_prove=can_prove)
+        return self._once(task, ranks, again, [], proof_follows=proof_follows)
 
     def _may_repeat(self, task: SyncTask, ranks: RanksInStep) -> bool:
         """True if a failed sync can be made again, and may succeed then; collective."""
@@ -259,7 +272,10 @@ class SessionTransport:
             self._next_proof = self._num_syncs + 2
             return
         task.report.is_proven = not outcome.differing
-        self._plan_proof(outcome.num_alike)
+        is_early = self._next_proof is not None and self._num_syncs + 1 < self._next_proof
+        # A proof that is asked for does not put off one that alike tensors need.
+        if not (is_early and outcome.num_alike):
+            self._plan_proof(outcome.num_alike)
         if not outcome.differing:
             logger.info("weight sync: proven: the engines serve the trainer's weights bit for bit")
             return
@@ -349,6 +365,8 @@ class SessionTransport:
                 ranks.run_always(source.start)
                 with report.stage("open"):
                     run.meet()
+                if ranks.asks_for_proof and proof == "none" and not is_repeatable(task.weights):
+                    warn_once(CANNOT_PROVE)
                 if not is_exported:
                     ranks.run_if_ok(lambda: run.check_plans(source, proves=proof == "route"))
                     if source.is_collective and ranks.error is None:
@@ -373,6 +391,7 @@ class SessionTransport:
                     self._learn(task, source, loaded)
                     ranks.run_if_ok(self._check_fallback)
                 follows = proof_follows or (learns and self._learnt_route() is not None)
+                follows = follows or ranks.wants_proof
                 ranks.run_if_ok(lambda: run.commit(is_last=not follows))
                 ranks.run_if_ok(source.end)
             run.end(defers_reply=self._defers_reply)
@@ -384,7 +403,9 @@ class SessionTransport:
             for engine in run.engines:
                 engine.arrangements.proven_plan = engine.session.plan
         route = taken[0] if taken else None
-        return Outcome(route) if proof == "none" else self._compared(route, loaded)
+        if proof == "none":
+            return Outcome(route, wants_proof=ranks.wants_proof)
+        return self._compared(route, loaded)
 
     def _choose(
         self,

@@ -60,7 +60,7 @@ from sglang_loader.common.regions.arrangement import Size
 from sglang_loader.common.regions.compose import ByteMap
 from sglang_loader.common.shared_memory import CpuHandle, CudaHandle
 
-SESSION_VERSION = 17
+SESSION_VERSION = 18
 SESSION_FORMAT = "sglang_loader.session"
 """`load_format` of the request that opens a session: one descriptor for each TP rank."""
 
@@ -134,11 +134,13 @@ class Hello(_Message, frozen=True, kw_only=True):
         buffers: names of buffers that are still mapped from an earlier session.
         plan: name of the load plan by which this sync may be loaded; "": there is none.
         arrangements: digest of the arrangements by which buckets may come; "": all must be whole.
+        wants_proof: a user has asked the engine's server for a proof of this sync.
     """
 
     buffers: list[str]
     plan: str
     arrangements: str
+    wants_proof: bool
 
 
 class Welcome(_Message, frozen=True, kw_only=True):

@@ -43,6 +43,8 @@ LOAD_ADAPTER = Operation(
 )
 UNLOAD_ADAPTER = replace(LOAD_ADAPTER, path="unload_lora_adapter", admin=True)
 MODEL_INFO = Operation("model_info", "GET", limit="info", idempotent=True, admin=False)
+PROVE = Operation("weight_sync/prove", limit="info", idempotent=True)
+PROOF = replace(MODEL_INFO, path="weight_sync/proof")
 
 
 @dataclass(frozen=True)
@@ -135,3 +137,13 @@ def unload_adapter(name: str) -> Call:
 def model_info() -> Call:
     """The model, and the version of its weights as `weight_version`."""
     return Call(MODEL_INFO)
+
+
+def ask_for_proof() -> Call:
+    """Have the next sync proven; the reply is that of `last_proof`."""
+    return Call(PROVE)
+
+
+def last_proof() -> Call:
+    """The outcome of the last proof, by number, and whether a proof is asked for."""
+    return Call(PROOF)
