@@ -148,6 +148,7 @@ class TorchTrainerGroup(TrainerGroup):
         self._group: Any = None
         self._id = next(_ids)
         self._number = 0
+        self._num_stages = 0  # that were begun
         self._is_at_beginning = True  # of a stage: no rank has answered another in it
         self._roll_call: Future[list[int]] | None = None
 
@@ -177,12 +178,14 @@ class TorchTrainerGroup(TrainerGroup):
         # too: its next collective would not be the one that the others are in.
         except (RuntimeError, MemoryError) as error:
             self._group = None
-            missing, reasons = self._call_roll()
-            if reasons and not missing and self._is_at_beginning:
+            missing, left = self._call_roll()
+            is_older = bool(left) and all(stage < self._num_stages for stage, _ in left)
+            if is_older and not missing and self._is_at_beginning:
                 self._is_at_beginning = False
                 return self.all_gather(item)  # a rank has left at the end of the stage before
-            if reasons and not missing:
-                raise RankLost("weight sync failed\n" + "\n".join(reasons)) from None
+            if left and not missing:
+                reasons = "\n".join(reason for _, reason in left)
+                raise RankLost(f"weight sync failed\n{reasons}") from None
             lost = missing or "a rank that has come back since"
             raise RankLost(
                 f"weight sync failed: {lost} did not answer the other trainer ranks within "
@@ -190,6 +193,7 @@ class TorchTrainerGroup(TrainerGroup):
             ) from None
 
     def begin(self) -> None:
+        self._num_stages += 1
         self._is_at_beginning = True
 
     def leave(self, reason: str) -> None:
@@ -211,7 +215,7 @@ class TorchTrainerGroup(TrainerGroup):
         group.set_timeout(limit)
         return group
 
-    def _call_roll(self, reason: str | None = None) -> tuple[str, list[str]]:
+    def _call_roll(self, reason: str | None = None) -> tuple[str, list[tuple[int, str]]]:
         """End the group of this number for all ranks, and wait for their signs of life. In a
         thread, since a store that is served by a stopped process never answers.
 
@@ -219,15 +223,16 @@ class TorchTrainerGroup(TrainerGroup):
             reason: this rank has left the group by itself, for this reason.
 
         Returns:
-            The ranks that give no sign of life, in words, "" if all do; and the reasons of those
-            that have left by themselves, each with its rank.
+            The ranks that give no sign of life, in words, "" if all do; and of those that have left
+            by themselves the number of the stage, and the reason with the rank.
         """
-        size, reasons = dist.get_world_size(), list[str]()
+        size, left = dist.get_world_size(), list[tuple[int, str]]()
 
         def roll_call(_: object) -> list[int]:
             store = self._store()
             if reason is not None:
-                store.set(f"left/{self._number}/{dist.get_rank()}", reason)
+                own = f"left/{self._number}/{dist.get_rank()}"
+                store.set(own, f"{self._num_stages} {reason}")
             store.add(f"lost/{self._number}", 1)
             keys = {rank: f"alive/{self._number}/{rank}" for rank in range(dist.get_world_size())}
             store.set(keys.pop(dist.get_rank()), "")
@@ -237,7 +242,8 @@ class TorchTrainerGroup(TrainerGroup):
                 time.sleep(0.02)
             for rank in range(size):
                 if store.check([key := f"left/{self._number}/{rank}"]):
-                    reasons.append(f"rank {rank}: {store.get(key).decode()}")
+                    stage, _, text = store.get(key).decode().partition(" ")
+                    left.append((int(stage), f"rank {rank}: {text}"))
             return list(keys)
 
         self._roll_call = in_thread(roll_call, "weight-sync-roll-call")
@@ -245,7 +251,7 @@ class TorchTrainerGroup(TrainerGroup):
             missing = self._roll_call.result(2 * ROLL_CALL_S)
         except (TimeoutError, RuntimeError):
             return STORE_LOST, []
-        return ", ".join(f"rank {rank}" for rank in missing), reasons
+        return ", ".join(f"rank {rank}" for rank in missing), left
 
     def _store(self) -> PrefixStore:
         """Torch's store with keys of this group only; all ranks make groups in the same order."""

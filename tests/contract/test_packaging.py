@@ -224,7 +224,7 @@ class TestLoaded:
         assert status == 0
         for name in HEALTHY:
             assert checks[name]["status"] == "ok", checks[name]
-        assert checks["SGLang hooks"]["detail"] == "all 13 are in place"
+        assert checks["SGLang hooks"]["detail"] == "all 14 are in place"
         if not torch.cuda.is_available():
             assert checks["recipe: what it does"]["advice"] == "for development only: no GPU here"
             assert overall == "warn"

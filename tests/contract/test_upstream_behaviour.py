@@ -268,9 +268,9 @@ class TestScheduler:
         from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
 
         from sglang_loader.hooks.memory import RELEASE_ORDER, RESUME_ORDER
-        from verl_sglang_sync.stages import TAGS
+        from verl_sglang_sync.stages import CUDA_GRAPH, KV_CACHE, WEIGHTS
 
-        for ours in (TAGS, RELEASE_ORDER, RESUME_ORDER):
+        for ours in ((KV_CACHE, WEIGHTS, CUDA_GRAPH), RELEASE_ORDER, RESUME_ORDER):
             assert set(ours) == set(GPU_MEMORY_ALL_TYPES)
 
 

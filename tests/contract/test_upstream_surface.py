@@ -103,6 +103,7 @@ sglang.srt.managers.scheduler_components.weight_updater:
     SchedulerWeightUpdaterManager(tp_worker, draft_worker, flush_cache,
     is_fully_idle, offload_tags); ._observe_weight_load(self, source)
     .update_weights_from_tensor(self, recv_req); .update_weights_from_distributed(self, recv_req)
+    .update_weights_from_disk(self, recv_req)
     .release_memory_occupation(self, recv_req); .resume_memory_occupation(self, recv_req)
 sglang.srt.managers.scheduler_components.weight_updater [from 0.5.17]:
     SchedulerWeightUpdaterManager; ._assert_weight_cache_inactive(self, op)

@@ -20,6 +20,7 @@ makes it leave, so that no other rank waits for it (`TrainerGroup.leave`).
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -169,7 +170,9 @@ class SessionTransport:
         except BaseException as error:  # of this rank alone
             self._forget()
             self._group.leave(f"{type(error).__name__}: {error}")
-            raise
+            if not isinstance(error, Exception):
+                raise
+            raise WeightSyncError(f"weight sync failed: {traceback.format_exc()}") from None
 
     def _sync(self, task: SyncTask) -> None:
         """Bring new weights, and prove what is not proven yet."""
