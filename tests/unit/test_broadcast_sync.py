@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import re
 import weakref
 from concurrent.futures import Future
 from concurrent.futures.thread import ThreadPoolExecutor
@@ -186,9 +187,9 @@ def test_an_engine_rank_that_fails_is_named_and_nothing_is_published(groups, rep
     groups.engines[replica].models[rank].fails_at = at
     with pytest.raises(WeightSyncError) as raised:
         sync(weights())
-    assert f"http://replica{replica}, TP rank {rank}: TP rank {rank}: Traceback" in str(
-        raised.value
-    )
+    # At the last bucket another rank of the engine, which has loaded, may report it first.
+    named = rf"http://replica{replica}, TP rank \d: TP rank {rank}: Traceback"
+    assert re.search(named, str(raised.value))
     assert f"the engine refused bucket {at}" in str(raised.value)
     assert [engine.num_published for engine in groups.engines] == [1, 1]
     assert groups.num_abandoned == 2, "it is tried twice"

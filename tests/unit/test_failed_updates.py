@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from sglang_loader.hooks import weights
+from sglang_loader.hooks import request_gate, weights
 from sglang_loader.hooks.tp_ranks import TPRanks
 from sglang_loader.host_backup.backup import create_backup
 from sglang_loader.load_plan.executor import PlanExecutor
@@ -323,7 +323,7 @@ def test_a_reply_tells_that_a_kernel_does_not_work(engine, monkeypatch):
 
 def test_no_request_runs_between_two_sessions_of_a_sync(engine):
     assert engine.session(3.0, is_last=False) == []
-    assert engine.gate[-1] == weights.ANOTHER_SESSION
+    assert engine.gate[-1] == request_gate.ANOTHER_SESSION
     assert engine.backup.stale is None, "what it brought is complete"
     assert engine.session(3.0) == []
     assert engine.gate[-1] is None

@@ -16,7 +16,7 @@ from sglang_loader.session import serve
 from support.settings import settings_of
 from unit.serving_engine import ByName, ServingEngine, colocated, synced
 from verl_sglang_sync import WeightSyncError
-from verl_sglang_sync.collective import TrainerGroup
+from verl_sglang_sync.collective import Reason, TrainerGroup
 from verl_sglang_sync.report import warn_once
 from verl_sglang_sync.routes.pull.route import Pull
 from verl_sglang_sync.routes.route import NOT_TRACEABLE, Route, RouteContext, RouteState
@@ -226,6 +226,16 @@ def test_where_the_best_route_is_prepared_the_others_give_back_what_they_hold(is
     trainer.sync([("t", torch.ones(64))])
     assert best.events == ["learn", "learn"]
     assert other.events == (["forget", "forget"] if is_enough else ["learn"])
+
+
+def test_a_better_way_is_tried_again_though_a_worse_one_is_proven():
+    trainer = Trainer("compiled")
+    best, other = Learns(needs_no_staging=True), Learns(needs_no_staging=False)
+    best.refuse(Reason("no memory", is_final=False))
+    other.state = RouteState.PROVEN  # its `_source` would raise
+    trainer.transport._routes = (best, other)
+    trainer.sync([("t", torch.ones(64))])
+    assert best.events[-1] == "learn"
 
 
 class Rebinds(ByName):

@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 Original = Callable[..., Any]
 
+ANOTHER_SESSION = "a weight sync is not over: what it has brought is being proven"
 RANDOM_WEIGHTS = (
     "the engine was launched with random weights (load_format=dummy), and no sync has been "
     "published yet"
@@ -163,6 +164,7 @@ class RequestGate:
 
 _gate: RequestGate | None = None
 _has_random_weights = False
+_session_follows = False
 
 
 def init_receiver(original: Original, scheduler: Any) -> None:
@@ -198,13 +200,19 @@ def why_closed(updater: Any) -> str | None:
     backup = backup_of(updater.tp_worker.model_runner.model)
     if backup is not None and backup.stale is not None:
         return f"the weights are not complete: {backup.stale}"
+    if _session_follows:
+        return ANOTHER_SESSION
     return RANDOM_WEIGHTS if _has_random_weights else None
 
 
-def note_published() -> None:
-    """Record that this rank's weights are random no more."""
-    global _has_random_weights
-    _has_random_weights = False
+def note_published(*, is_last: bool = True) -> None:
+    """Record that this rank's weights are random no more.
+
+    Args:
+        is_last: False: another session of the same sync follows, before which no request may run.
+    """
+    global _has_random_weights, _session_follows
+    _has_random_weights, _session_follows = False, not is_last
 
 
 def note_other_update(original: Original, updater: Any, request: Any) -> Any:

@@ -65,7 +65,6 @@ from sglang_loader.upstream import (
 )
 
 OUR_FORMATS = "sglang_loader."
-ANOTHER_SESSION = "a weight sync is not over: what it has brought is being proven"
 BUSY = "refused: requests are running; the weights are as they were"
 RELEASED = (
     "refused: the memory of the engine's weights is released; nothing was loaded, and the weights "
@@ -265,13 +264,12 @@ class WeightUpdate:
             failures = self._ranks.failures(failure)
         if not failures:
             self._backup.sync_completed()
-            note_published()
+            note_published(is_last=bool(is_last))
             record_version(self._updater, self._request)
         elif any(touched):
             self._backup.sync_failed()
         if any(touched):  # else all is as it was
-            follows = None if is_last else ANOTHER_SESSION
-            set_gate(why_closed(self._updater) or next(iter(failures), follows))
+            set_gate(why_closed(self._updater) or next(iter(failures), None))
         names = list(dict.fromkeys(name for names in differing for name in names))
         self.proof_fact = proof_fact(self.proof, names, is_good=not failures)
         return failures

@@ -60,11 +60,11 @@ class HeldWeights:
         """Fill every byte that a sync by the load plans overwrites without reading it first.
 
         Raises:
-            Differs: a model has no load plan, so that no way by it can be proven.
+            RuntimeError: a model has no load plan now, so that no way by it can be proven.
         """
         for loader in self.loaders:
             if (plan := loader.plan) is None:
-                raise Differs("the engine dropped its load plan before the proof")
+                raise RuntimeError("the engine dropped its load plan before the proof")
             storages = zip(plan.destinations.storages, plan.destinations.memory, strict=True)
             for storage, memory in storages:
                 for start, stop in plan.coverage.get(storage.name, ()):

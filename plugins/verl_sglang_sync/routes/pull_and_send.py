@@ -92,9 +92,9 @@ class PullAndSend(Send):
         super().note_unmapped()
         self._pull.note_unmapped()
 
-    def begin_sync(self) -> None:
-        super().begin_sync()
-        self._pull.begin_sync()
+    def begin_sync(self) -> bool:
+        is_retried = self._pull.begin_sync()
+        return super().begin_sync() or is_retried
 
     def recover(self, cause: Exception | None, weights: Iterable[NamedTensor]) -> Recovery:
         self._pull.recover(cause, weights)

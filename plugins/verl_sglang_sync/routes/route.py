@@ -257,12 +257,14 @@ class Route:
         """The buckets of a sync by this prepared route, or None if something has changed."""
         raise NotImplementedError
 
-    def begin_sync(self) -> None:
-        """Count a sync, to find out when this route is tried again."""
+    def begin_sync(self) -> bool:
+        """Count a sync; True if this route is to be tried again, for which it must be exported."""
         if self.state is RouteState.RETRY_LATER:
             self._num_waited += 1
             if self._num_waited >= self._distance:
                 self.state = RouteState.UNTRIED
+                return True
+        return False
 
     def can_learn(self, weights: Iterable[NamedTensor]) -> bool:
         """True if `learn` may prepare this route."""

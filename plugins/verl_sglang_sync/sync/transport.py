@@ -179,12 +179,13 @@ class SessionTransport:
         number = self._num_syncs + 1
         every = self._settings.prove_every_n_syncs
         is_due = number == self._next_proof or (every > 0 and number % every == 0)
-        for route in self._routes:
-            route.begin_sync()
+        retried = [route.begin_sync() for route in self._routes]
+        # A worse way, though proven, waits for a better one that is tried again.
+        routes = self._routes[: retried.index(True)] if any(retried) else self._routes
         if is_due and not holds_everywhere(self._group, is_repeatable(task.weights)):
             warn_once(CANNOT_PROVE)
             is_due = False
-        outcome = self._attempt(task, self._routes, proof_follows=is_due)
+        outcome = self._attempt(task, routes, proof_follows=is_due)
         is_due, is_proven = is_due or outcome.wants_proof, False
         while outcome.route is None and (learnt := self._learnt_route()) is not None:
             if is_proven := self._prove_route(task, learnt):

@@ -88,6 +88,8 @@ class Pull(Route):
         if not self._is_colocated and not holds_everywhere(self._group, not self._have_changed()):
             warn_once("weight sync: full export for this sync, as the set of engines changed")
             return None
+        if self.state is RouteState.PROVEN and not self._num_syncs:
+            self.check_replicas(weights)  # an optimizer has stepped since the proof
         if empties_storages(weights) or self._located is None:
             reason = self._locate(weights, shares=True)
             if reason is not None and (reason.is_final or self.state is RouteState.LEARNT):
@@ -96,8 +98,6 @@ class Pull(Route):
                 warn_once(f"weight sync: full export for this sync: {reason}")
             if reason is not None:
                 return None
-        if self.state is RouteState.PROVEN and not self._num_syncs:
-            self.check_replicas(weights)  # an optimizer has stepped since the proof
         assert self._located is not None, "no reason, so it was located"
         # The trainer cannot free what an engine has mapped, and must where it offloads parameters:
         # the engines keep blocks mapped only if the sync before read the same ones.
