@@ -87,7 +87,7 @@ def test_a_tensor_that_is_left_out_is_missing(engine):
 def test_a_tensor_under_another_name_is_unexpected_and_missing(engine):
     for i, (name, dtype, shape) in each(engine):
         other = f"{name}_of_another_model"
-        found = verdict(engine, changed(engine, i, (other, dtype, shape)))
+        found = verdict(engine, changed(engine, i, (other, dtype, shape)), is_distinct=True)
         if not found.mismatched:  # some loaders refuse what they do not know
             assert found.missing == (name,)
         assert other in names_in(found.unexpected or found.mismatched), (name, found)
@@ -184,7 +184,7 @@ def test_names_that_no_layer_takes_are_refused_without_a_checkpoint(name, rendez
     renamed = {name for name, _, _ in specs} - {name for name, _, _ in published}
     assert renamed
     for blind in (True, False):
-        found = check(model, specs, published=None if blind else published)
+        found = check(model, specs, published=None if blind else published, is_distinct=True)
         named = names_in(found.unexpected or found.mismatched)
         assert renamed & set(named), found
         assert found.missing or found.mismatched, found

@@ -24,19 +24,28 @@ def _alone(item):
 
 
 def check(
-    model, specs, *, published, gather=_alone, uses_plan=False, starts_random=False, values=None
+    model,
+    specs,
+    *,
+    published,
+    gather=_alone,
+    uses_plan=False,
+    starts_random=False,
+    values=None,
+    is_distinct=False,
 ):
     """The verdict on a sync; what `load_weights` itself refuses counts as mismatched. By default
-    for an engine of one rank, launched with weights of its own, that loads a few numbers.
+    for an engine of one rank, launched with weights of its own, that loads zeros.
 
     Args:
         values: by name, what is loaded instead.
+        is_distinct: no two tensors are the same, else all hold zeros.
     """
     by_name = None
     if published is not None:
         by_name = {name: BucketTensor(name, shape, dtype, 0) for name, dtype, shape in published}
     layout = layout_of(specs)
-    refused = gather(_load(model, layout, uses_plan, values or {}))
+    refused = gather(_load(model, layout, uses_plan, values or {}, is_distinct))
     if named := list(dict.fromkeys(name for names in refused for name in names)):
         return Verdict(mismatched=tuple(named))
     with patch.object(weight_check, "starts_random", lambda: starts_random):
@@ -44,7 +53,7 @@ def check(
     return judge_together(view, gather)
 
 
-def _load(model, layout, uses_plan, values):
+def _load(model, layout, uses_plan, values, is_distinct):
     """What `load_weights` refuses, as its error names it."""
     loader = loader_of(model)
     loader.start(engine_context(model), uses_plan=uses_plan)
@@ -52,7 +61,7 @@ def _load(model, layout, uses_plan, values):
     for number, (name, tensor) in enumerate(layout.views(buffer)):
         if name in values:
             tensor.copy_(values[name])
-        elif tensor.numel():  # no two tensors are the same
+        elif is_distinct and tensor.numel():
             flat = tensor.view(-1)
             flat[0], flat[-1] = number % 50 + 1, number // 50 + 1
     source = BucketSource.flat(buffer)
@@ -90,7 +99,7 @@ def check_on_ranks(model, weights, gather):
     """What the ranks say of a complete sync, and of three with one fault each."""
     specs = specs_of(weights)
     found = {
-        at_fault: check(model, faulty, published=specs, gather=gather)
+        at_fault: check(model, faulty, published=specs, gather=gather, is_distinct=True)
         for at_fault, faulty in three_faults(specs)
     }
     return {
