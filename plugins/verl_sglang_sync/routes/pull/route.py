@@ -222,7 +222,8 @@ class Pull(Route):
         """
         difference = differing_replicas(traced, now, self._group, self._device)
         numbers = [self._first_reader + reader for reader in self._own_readers]
-        replicas: list[object] = [reader.replica for reader in self._readers()]
+        near = [reader for reader in self._readers() if reader.reads_in_place]
+        replicas: list[object] = [reader.replica for reader in near or self._readers()]
         if self._is_colocated:
             replicas = [self._group.replica_ranks for _ in numbers]
         readers = list(zip(replicas, numbers, strict=True))
