@@ -263,7 +263,7 @@ def test_no_rank_waits_for_one_that_failed_alone(pool, target, error, num_failed
     started = time.monotonic()
     fails = "sync_failing", 1, target, error
     answers = play(pool, "sync", fails, *["step", "sync"] * 2)
-    assert time.monotonic() - started < TIMEOUT_S
+    assert time.monotonic() - started < 60, "a rank waits for the whole of a limit"
     for rank, seen in enumerate(answers):
         assert len(seen["errors"]) == num_failed, seen["errors"]
         assert seen["routes"][-2:] == ["export", "pull"]
