@@ -14,7 +14,6 @@ from sglang_loader.common.regions.compose import ByteMap
 from sglang_loader.session.mapped_memory import MappedMemory
 from unit import route_ranks
 from unit.route_ranks import TP, Rank
-from unit.trainer_ranks import TIMEOUT_S
 from verl_sglang_sync.engine.session import EngineCannotMap
 from verl_sglang_sync.routes.pull.located import SpreadRead, bucket_reads
 from verl_sglang_sync.sources import comparison

@@ -304,8 +304,8 @@ def _mismatch(
 
 def _droppable(tensors: Sequence[BucketTensor], views: Sequence[RankView]) -> set[str]:
     """Names of rotary tables, which are computed, and of output layers tied to an embedding: of
-    tensors with the bytes of an embedding that is used. Only where the bytes are not known, an
-    output layer of an embedding's shape is taken for tied by its name.
+    tensors with the bytes of an embedding that is used. Only where the bytes of some tensor of
+    that shape are not known, an output layer of an embedding's shape is taken for tied by its name.
     """
     contents = {name: content for view in views for name, content in view.contents.items()}
     used = {
@@ -314,9 +314,10 @@ def _droppable(tensors: Sequence[BucketTensor], views: Sequence[RankView]) -> se
         if not all(name in view.unused for view in views)
     }
     shapes = {tensor.shape for tensor in tensors if tensor.name.endswith(_EMBEDDING)}
+    unknown = {tensor.shape for tensor in tensors if tensor.name not in contents}
     found: set[str] = set()
     for tensor in tensors:
-        if tensor.name in contents:
+        if tensor.shape not in unknown:
             is_tied = contents[tensor.name] in used
         else:
             is_tied = tensor.name.endswith(_TIED_HEAD) and tensor.shape in shapes

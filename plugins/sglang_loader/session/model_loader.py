@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -34,7 +34,7 @@ from sglang_loader.load_plan.guard import DestinationProbe, what_changed
 from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, PlanRefused
 from sglang_loader.load_plan.uses import BucketUses
 from sglang_loader.load_plan.verify import why_misarranged
-from sglang_loader.session.recording import PlanRecorder
+from sglang_loader.session.recording import PlanRecorder, contents_of
 
 logger = logging.getLogger(__name__)
 
@@ -286,7 +286,9 @@ class ModelLoader:
             self._load_mode = _LoadMode.EAGER  # a recording needs more memory, and may fail, too
             return False
         self._num_replayed += 1
-        self.uses.append(self._uses_of_bucket[index])
+        uses = self._uses_of_bucket[index]
+        # The contents are those of the recording; a sync goes without digests of what it replays.
+        self.uses.append(replace(uses, contents={}) if uses.contents else uses)
         return True
 
     def _record(self, index: int, layout: BucketLayout, buffer: torch.Tensor) -> None:
@@ -329,6 +331,8 @@ class ModelLoader:
         else:
             # A loader may change its tensors, or keep them, and the trainer writes into a buffer
             # again once it was read.
+            contents = contents_of(self.model, layout, buffer)
+            self._uses_of_bucket[index] = replace(earlier, contents=contents)
             self._recorder.load_weights(layout.views(buffer[: layout.nbytes].clone()))
         self.uses.append(self._uses_of_bucket[index])
 

@@ -47,7 +47,7 @@ class PlanRecorder:
         self, layout: BucketLayout, buffer: torch.Tensor
     ) -> tuple[TracedBucket | None, BucketUses]:
         """Load a bucket; returns its trace (None if it has none) and the uses of its tensors."""
-        contents = _contents(self._model, layout, buffer)  # before the loader may change them
+        contents = contents_of(self._model, layout, buffer)  # before the loader may change them
         try:
             traced = trace_bucket(
                 self._model, self.load_weights, layout, buffer, self._destinations
@@ -88,8 +88,9 @@ class PlanRecorder:
         return join_buckets(self._buckets, self._destinations)
 
 
-def _contents(model: Any, layout: BucketLayout, buffer: torch.Tensor) -> dict[str, str]:
-    """See `BucketUses.contents`. SGLang's vocabulary embeddings have these two attributes."""
+def contents_of(model: Any, layout: BucketLayout, buffer: torch.Tensor) -> dict[str, str]:
+    """The `BucketUses.contents` of a bucket."""
+    # SGLang's vocabulary embeddings have these two attributes.
     shapes = {
         (module.org_vocab_size, module.embedding_dim)
         for module in model.modules()
