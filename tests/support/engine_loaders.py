@@ -77,8 +77,8 @@ def count_loads(model: Any, named_tensors: NamedTensors) -> None:
     """
     from sglang_loader.hooks import weights
 
-    if not hasattr(weights.Session.serve, "__wrapped__"):
-        weights.Session.serve = _counted(weights.Session.serve)
+    if not hasattr(weights._serve_session, "__wrapped__"):
+        weights._serve_session = _counted(weights._serve_session)
     order = json.loads(named_tensors[0][0])
     rank = torch.distributed.get_rank()
     Path(order["folder"], f"loads{rank}.json").write_text(json.dumps(_loads["done"]))
