@@ -7,12 +7,12 @@ import subprocess
 import sys
 import time
 
-import msgspec
 import pytest
 
 from support.exports import KeptExport
 from support.served import served
 from support.trainer import report_of_cycle
+from unit.planted_faults import swapped
 from verl_sglang_sync.engine.server_client import operations
 from verl_sglang_sync.engine.server_client.client import SGLangServerClient
 
@@ -48,21 +48,6 @@ def swap_pieces(rank):
 
     if rank.rank == 0:
         TrainerSession.load = planted
-
-
-def swapped(pieces):
-    for i, one in enumerate(pieces):
-        for j, other in enumerate(pieces[:i]):
-            if one.nbytes == other.nbytes and one.nbytes > 256:
-                found = [*pieces]
-                found[i], found[j] = placed(one, other), placed(other, one)
-                return found
-    return pieces
-
-
-def placed(piece, other):
-    there = {name: getattr(other, name) for name in ("slot", "offset", "dims", "shards")}
-    return msgspec.structs.replace(piece, **there)
 
 
 def prove(engine, *options):

@@ -3,7 +3,6 @@
 `native` is SGLang's own backup (host_backup=on), `ours` the hook's (auto).
 """
 
-import json
 import re
 from contextlib import contextmanager
 
@@ -11,21 +10,13 @@ import pytest
 import torch
 from tiny_assets import make_assets
 
+from support.enlarged import enlarge
 from support.http_requests import generate, release, resume
 from support.memory_cycles import Memory, free_bytes
 from support.memory_loaders import MEMORY_LOADERS, PUBLISH_LOADER
 from support.served import served
 
 MIB = 1 << 20
-LARGE = {
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 32768,
-}
 
 
 @contextmanager
@@ -55,10 +46,7 @@ def test_without_a_coverage_every_byte_returns(policy, tmp_path):
 
 def test_seconds_host_memory_and_lack_of_room_of_a_larger_model(tmp_path):
     make_assets(tmp_path, architecture="qwen3")
-    path = tmp_path / "model" / "config.json"
-    config = json.loads(path.read_text())
-    config.pop("layer_types", None)
-    path.write_text(json.dumps({**config, **LARGE}))
+    enlarge(tmp_path / "model", max_position_embeddings=32768)
     with memory_of(tmp_path, "auto", "--load-format", "dummy") as memory:
         before = memory.look()
         assert before["allocated"]["weights"][1] > 1 << 30

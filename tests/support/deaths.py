@@ -24,6 +24,7 @@ from tiny_assets import make_assets
 from sglang_loader.common.copies.strided import synchronize
 from sglang_loader.common.engine_settings import STALE_REQUESTS_VARIABLE
 from support.engine_loaders import PAUSE_LOADER
+from support.enlarged import enlarge
 from support.exports import KeptExport, ShardedExport, mappable
 from support.http_requests import status_of_request
 from support.served import Served, served
@@ -43,15 +44,6 @@ LIMIT_S = 20.0
 SETTLES_WITHIN_S = 10.0
 GARBAGE = 7.0
 BACKENDS = {"cpu": {}, "cuda": {"backend": "cpu:gloo,cuda:nccl", **ON_GPUS}}
-LARGE = {
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-}
-"""A model of 2 GB in bfloat16, for a GPU: its buckets take longer to read than to announce."""
 QUICK_START = (
     *("--attention-backend", "triton", "--sampling-backend", "pytorch"),
     "--disable-prefill-cuda-graph",
@@ -69,10 +61,7 @@ def make_model(folder: Path, device: str) -> Path:
     """Write a config and a tokenizer to `folder/model`; a GPU's model is larger. No weights."""
     make_assets(folder)
     if device != "cpu":
-        path = folder / "model" / "config.json"
-        config = json.loads(path.read_text())
-        config.pop("layer_types", None)
-        path.write_text(json.dumps({**config, **LARGE}))
+        enlarge(folder / "model")
         (folder / "model" / "model.safetensors").unlink()
     return folder / "model"
 

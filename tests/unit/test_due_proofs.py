@@ -137,12 +137,18 @@ def test_an_error_that_names_its_engine_rank_keeps_its_kind(error):
         raise error
 
 
-def test_near_engines_count_their_syncs_too():
+def learnt():
+    """A route for near and far engines that has learnt, and its route for the near ones."""
     settings = settings_of("compiled").for_session()
     context = RouteContext(TrainerGroup(), torch.device("cpu"), settings, tuple, 1)
     pull = Pull(context, print)
     route = PullAndSend(context, pull, list)
     route.state = pull.state = RouteState.LEARNT
+    return route, pull
+
+
+def test_near_engines_count_their_syncs_too():
+    route, pull = learnt()
     route.note_proven()
     route.note_used()
     assert pull._num_syncs == 1, "else each sync counts as the first after a proof"
@@ -163,10 +169,6 @@ def test_a_proof_whose_engine_is_gone_is_not_followed_by_an_export(pool):
 
 
 def test_far_engines_are_sent_to_where_near_ones_cannot_map():
-    settings = settings_of("compiled").for_session()
-    context = RouteContext(TrainerGroup(), torch.device("cpu"), settings, tuple, 1)
-    pull = Pull(context, print)
-    route = PullAndSend(context, pull, list)
-    route.state = pull.state = RouteState.LEARNT
+    route, pull = learnt()
     route.refuse_unproven(Reason("no access", is_final=False), cannot_map=True)
     assert (route.state, pull.state) == (RouteState.UNTRIED, RouteState.OFF)
