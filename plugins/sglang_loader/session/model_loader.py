@@ -331,8 +331,9 @@ class ModelLoader:
         else:
             # A loader may change its tensors, or keep them, and the trainer writes into a buffer
             # again once it was read.
-            contents = contents_of(self.model, layout, buffer)
-            self._uses_of_bucket[index] = replace(earlier, contents=contents)
+            if earlier.contents:  # of the same tensors as now, with other bytes
+                contents = contents_of(self.model, layout, buffer)
+                self._uses_of_bucket[index] = replace(earlier, contents=contents)
             self._recorder.load_weights(layout.views(buffer[: layout.nbytes].clone()))
         self.uses.append(self._uses_of_bucket[index])
 
