@@ -75,7 +75,7 @@ def test_copies_that_drifted_apart_are_named(pool, rows, drifting, tp, found, is
 
 def compare_failing():
     """What is found where one rank cannot take the digests."""
-    failing = "verl_sglang_sync.sources.replicas.digests"
+    failing = "verl_sglang_sync.sources.replicas.digests_on_host"
     error = torch.OutOfMemoryError("no memory") if dist.get_rank() == 1 else None
     if error is None:
         return compare(4, [3], 2)[1]

@@ -53,6 +53,15 @@ def digests(storages: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack([_by_torch(data) for data in aligned])
 
 
+def digests_on_host(storages: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`digests` of tensors on any devices, or of none: int64 `[n, 2]` on the host."""
+    found = torch.empty(len(storages), 2, dtype=torch.int64)
+    for device in dict.fromkeys(data.device for data in storages):
+        here = [i for i, data in enumerate(storages) if data.device == device]
+        found[here] = digests([storages[i] for i in here]).cpu()
+    return found
+
+
 def _by_torch(data: torch.Tensor) -> torch.Tensor:
     """The digest of one storage, a chunk at a time."""
     num_words, rest = divmod(data.numel(), 8)

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from sglang_loader.common.copies.strided import gather_reads
-from sglang_loader.common.digest import digests
+from sglang_loader.common.digest import digests_on_host
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.intervals import subtract
 from sglang_loader.load_plan.arrange import ArrangedBucket
@@ -143,13 +143,9 @@ def why_misarranged(
 
 
 def _digests(destinations: Destinations, wanted: Sequence[int]) -> Digests:
-    """Of these storages, taken on their devices; one transfer to the host per device."""
-    found: Digests = {}
-    for device in dict.fromkeys(destinations.storages[i].device for i in wanted):
-        here = [i for i in wanted if destinations.storages[i].device == device]
-        values = digests([destinations.memory[i] for i in here]).tolist()
-        found.update(zip((destinations.storages[i] for i in here), map(tuple, values), strict=True))
-    return found
+    """Of these storages; one transfer to the host per device."""
+    values = digests_on_host([destinations.memory[i] for i in wanted]).tolist()
+    return {destinations.storages[i]: tuple(found) for i, found in zip(wanted, values, strict=True)}
 
 
 def scramble(layout: BucketLayout, buffer: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_loader.common.digest import digests
+from sglang_loader.common.digest import digests_on_host
 from sglang_loader.load_plan.destinations import (
     Destinations,
     collect_destinations,
@@ -54,7 +54,7 @@ class HeldWeights:
     def of(cls, loaders: Sequence[ModelLoader]) -> HeldWeights:
         """Take the digests of what the models hold now."""
         found = [collect_destinations(loader.model) for loader in loaders]
-        return cls(loaders, found, [_digests(each) for each in found])
+        return cls(loaders, found, [digests_on_host(each.memory) for each in found])
 
     def poison(self) -> None:
         """Fill every byte that a sync by the load plans overwrites without reading it first.
@@ -87,15 +87,8 @@ class HeldWeights:
             moved = first_difference(before, collect_destinations(loader.model))
             if moved is not None:
                 names.append(moved)
-            changed = (_digests(before) != held).any(dim=1).nonzero().flatten().tolist()
+            changed = (
+                (digests_on_host(before.memory) != held).any(dim=1).nonzero().flatten().tolist()
+            )
             names += [name for storage in changed for name in before.names_of(storage)]
         return names
-
-
-def _digests(destinations: Destinations) -> torch.Tensor:
-    """The digests of all storages, taken on their devices."""
-    found = torch.empty(len(destinations.storages), 2, dtype=torch.int64)
-    for device in dict.fromkeys(storage.device for storage in destinations.storages):
-        here = [i for i, each in enumerate(destinations.storages) if each.device == device]
-        found[here] = digests([destinations.memory[i] for i in here]).cpu()
-    return found

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang_loader.common.copies.strided import synchronize
-from sglang_loader.common.digest import digests
+from sglang_loader.common.digest import digests_on_host
 from verl_sglang_sync.collective import (
     ReplicasDiffer,
     TrainerGroup,
@@ -112,16 +112,9 @@ def _own_digests(
     ]
     shards = [memory_of(now[source]) for _, source in held]
     synchronize(device)  # what other streams still write
-    by_device: defaultdict[torch.device, list[int]] = defaultdict(list)
-    for number, shard in enumerate(shards):
-        by_device[shard.device].append(number)
-    sums: dict[int, tuple[int, ...]] = {}
-    for numbers in by_device.values():
-        found = digests([shards[number] for number in numbers]).tolist()
-        sums.update(zip(numbers, map(tuple, found), strict=True))
     own_digests: Digests = {}
-    for number, (ranks, source) in enumerate(held):
-        own_digests.setdefault(ranks, []).append((source, sums[number]))
+    for (ranks, source), found in zip(held, digests_on_host(shards).tolist(), strict=True):
+        own_digests.setdefault(ranks, []).append((source, tuple(found)))
     return own_digests
 
 
