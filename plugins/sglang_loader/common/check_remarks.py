@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 ManifestCheck = Literal["error", "off"]
-"""Whether a sync fails whose tensors do not fit the engine's model."""
+"""error: a sync fails if its tensors do not fit the engine's model. off: it is not checked."""
 
 REMARK = "remark: "
 SUCCESS = "Success"

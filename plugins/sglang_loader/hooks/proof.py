@@ -21,7 +21,7 @@ PROVE_PATH, PROOF_PATH = "/weight_sync/prove", "/weight_sync/proof"
 
 
 def proof_fact(proof: Proof, differing: Sequence[str], *, is_good: bool) -> dict[str, Any] | None:
-    """What a session has proven, for the reply; None if nothing was compared.
+    """Return the outcome of a session's proof, for the reply; None if nothing was compared.
 
     Args:
         differing: tensors that the engine held with other bytes, on any TP rank.
@@ -68,7 +68,7 @@ class Proofs:
 
 
 proofs = Proofs()
-"""Those of this process, which serves one engine."""
+"""The proofs of this process, which serves one engine."""
 
 
 async def prove() -> dict[str, Any]:

@@ -85,8 +85,8 @@ _MODULES_LOADERS = ("weight_loader", "load_weights")
 
 
 def _with_loaders(model: nn.Module) -> Iterator[tuple[str, Mapping[str, object], str]]:
-    """Where functions that load weights are looked up, or could be later: the name of a tensor,
-    module or class, its attributes, and the name of one.
+    """Yield the places where a function that loads weights is or could be: the name of a tensor,
+    module or class, its attributes, and the attribute's name.
     """
     classes: dict[type, None] = {}
     for path, module in model.named_modules():

@@ -38,7 +38,7 @@ class Differs(RuntimeError):
 
 @dataclass(frozen=True)
 class HeldWeights:
-    """What the models of one engine rank held when a sync began.
+    """Digests of the weights that the models of one engine rank held when a sync began.
 
     Attributes:
         loaders: of the models.

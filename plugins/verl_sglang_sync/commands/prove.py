@@ -32,7 +32,7 @@ class Status(IntEnum):
 
 @dataclass(frozen=True)
 class Answer:
-    """What is said of a server.
+    """The outcome of the command for one server.
 
     Attributes:
         text: one line.

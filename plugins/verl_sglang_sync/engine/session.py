@@ -48,7 +48,7 @@ class EngineCannotMap(EngineFailed):
 
 
 class ProofFailed(EngineFailed):
-    """What the engine was sent is not what it held; the text names the tensors."""
+    """A proof failed: the engine held other bytes than it was sent; the text names the tensors."""
 
 
 class Misfit(EngineFailed):

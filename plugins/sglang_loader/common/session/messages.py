@@ -70,9 +70,9 @@ MAX_TIMEOUT_S = 86_400.0
 
 
 Proof = Literal["none", "route", "served"]
-"""What a session proves. "route": it brings the weights that the engine holds, by the way that is
-to be proven, and the engine refuses other bytes. "served": it brings a full export, which goes
-through `load_weights`, and the engine reports what it held with other bytes before.
+"""The kind of proof that a session makes. "route": it brings the weights that the engine holds, by
+the way that is to be proven, and the engine refuses other bytes. "served": it brings a full export,
+which goes through `load_weights`, and the engine reports what it held with other bytes before.
 """
 
 Words: TypeAlias = Annotated[int, msgspec.Meta(ge=0, multiple_of=8)]
