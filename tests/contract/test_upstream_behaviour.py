@@ -129,7 +129,8 @@ class TestTokenizerProcess:
 
         events, seconds = asyncio.run(pause())
         assert events == ["ended", "paused True"]
-        assert seconds < 0.8 if is_ours else seconds >= 1
+        # SGLang sleeps for 1 s. uvloop counts in whole milliseconds and may end a sleep early.
+        assert seconds < 0.8 if is_ours else seconds > 0.9
 
     def test_a_request_that_no_abort_ends_is_named_after_the_time_limit(self):
         """For `verl_sglang_sync.verl.upstream`: later requests begin again."""
