@@ -19,14 +19,14 @@ from verl_sglang_sync.collective import TorchTrainerGroup, WeightSyncError
 from verl_sglang_sync.engine.server_client.client import SGLangServerClient
 from verl_sglang_sync.engine.update_groups import Replica
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.sync.transport import disaggregated_transport
+from verl_sglang_sync.sync.weight_sync import disaggregated_sync
 
 Targets = Sequence[tuple[str, int]]
 """Servers' URLs and their numbers of TP ranks."""
 
 
 class Sender:
-    """One transport for each mode.
+    """One weight sync for each mode.
 
     Args:
         rank: whose; the first has the groups with the engines.
@@ -64,8 +64,8 @@ class Sender:
             for url, tp in (self._targets[i] for i in members)
         ]
         report = SyncReport(mode=mode, replica=None)
-        transport = self._transport(mode)
-        asyncio.run(transport.sync(weights, version=version, report=report, replicas=replicas))
+        weight_sync = self._weight_sync(mode)
+        asyncio.run(weight_sync.sync(weights, version=version, report=report, replicas=replicas))
         return asdict(report)
 
     def attempt(
@@ -84,23 +84,23 @@ class Sender:
 
     def num_formed(self, mode: str) -> int:
         """How many groups this rank's syncs have had; to be asked after each good one."""
-        groups = self._transport(mode)._engines._groups
+        groups = self._weight_sync(mode)._engines._groups
         if groups is not None:
             self._groups_seen.add((mode, groups.current.name))
         return sum(seen == mode for seen, _ in self._groups_seen)
 
     def close(self) -> None:
         """Dissolve the groups."""
-        for transport in self._made.values():
-            groups = transport._engines._groups
+        for weight_sync in self._made.values():
+            groups = weight_sync._engines._groups
             if groups is not None and groups.current is not None:
                 groups._dissolve(groups.current)
 
-    def _transport(self, mode: str) -> Any:
+    def _weight_sync(self, mode: str) -> Any:
         if mode not in self._made:
             address = self._address or (loopback() if mode == "compiled" else "127.0.0.1")
             limit_s = self._timeout_s
-            self._made[mode] = disaggregated_transport(
+            self._made[mode] = disaggregated_sync(
                 address=address if self._rank.rank == 0 else None,
                 settings=settings_of(mode, request_timeout_s=limit_s, **self._settings),
                 group=TorchTrainerGroup(timeout_s=limit_s),

@@ -212,7 +212,7 @@ class Rank:
         self.engine = ServingEngine(tp=TP) if is_leader else None
         if self.engine is not None:
             self.engine.models = [EngineModel(rank, exported) for rank in range(TP)]
-        self.transport = colocated(
+        self.weight_sync = colocated(
             self.engine,
             "compiled",
             self.group,
@@ -224,7 +224,7 @@ class Rank:
             free_cache_engine=False,
             **keys,
         )
-        pull, exchange = self.transport._routes
+        pull, exchange = self.weight_sync._routes
         exchange._piece_nbytes = PIECE_BYTES
         self.route = pull if route == "pull" else exchange
         self.seen, self._kept, self._num_handles = Seen(), [], 0
@@ -246,14 +246,14 @@ class Rank:
             DTensor, "full_tensor", autospec=True, side_effect=DTensor.full_tensor
         ) as gather:
             try:
-                report = synced(self.transport, self.export)
+                report = synced(self.weight_sync, self.export)
             except WeightSyncError as failed:
                 self.seen.errors.append(str(failed))
             except KeyboardInterrupt:
                 self.seen.errors.append("interrupted")
         seen = self.seen
         seen.num_handles.append(self._num_handles)
-        seen.keeps = self.transport._routes[0]._located is not None
+        seen.keeps = self.weight_sync._routes[0]._located is not None
         seen.state, seen.off = self.route.state.name, self.route.reason
         if report is not None:
             counts = {"pull": report.num_pulled, "exchange": report.num_exchanged}

@@ -1,8 +1,8 @@
 """An engine's server in this process: each of its TP ranks is a thread that serves real sessions.
 
 engine = ServingEngine(tp=2)
-transport = colocated(engine, "flattened", group)
-report = synced(transport, weights)
+weight_sync = colocated(engine, "flattened", group)
+report = synced(weight_sync, weights)
 engine.models[1].loaded             # what TP rank 1 got in the last sync, by name
 """
 
@@ -25,7 +25,7 @@ from support.settings import settings_of
 from verl_sglang_sync.collective import TrainerGroup
 from verl_sglang_sync.engine.server_client import operations
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.sync.transport import colocated_transport
+from verl_sglang_sync.sync.weight_sync import colocated_sync
 
 NO_STEPS = session.SessionSteps(
     after_join=lambda: None, before_writing=lambda: None, before_loading=lambda layout: None
@@ -250,8 +250,8 @@ class ServingEngine:
 
 
 def colocated(engine, mode, group=None, **keys):
-    """The transport of one trainer rank, or of one on its own, on a CPU; `keys` of the preset."""
-    return colocated_transport(
+    """The weight sync of one trainer rank, or of one on its own, on a CPU; `keys` of the preset."""
+    return colocated_sync(
         engine=engine,
         settings=settings_of(mode, **keys).for_session(),
         group=group or TrainerGroup(),
@@ -259,10 +259,10 @@ def colocated(engine, mode, group=None, **keys):
     )
 
 
-def synced(transport, weights, mode="compiled", **replicas):
+def synced(weight_sync, weights, mode="compiled", **replicas):
     """The report of one sync."""
     report = SyncReport(mode=mode, replica=None if replicas else 0)
-    asyncio.run(transport.sync(weights, version="1", report=report, **replicas))
+    asyncio.run(weight_sync.sync(weights, version="1", report=report, **replicas))
     return report
 
 

@@ -22,7 +22,7 @@ from verl_sglang_sync import WeightSyncError
 from verl_sglang_sync.collective import TrainerGroup
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroup
 from verl_sglang_sync.routes import broadcast as route
-from verl_sglang_sync.sync.transport import disaggregated_transport
+from verl_sglang_sync.sync.weight_sync import disaggregated_sync
 
 CPU = torch.device("cpu")
 TPS = (1, 2)
@@ -112,10 +112,10 @@ def groups():
     made.close()
 
 
-def transport(groups, mode="flattened", **options):
+def weight_sync(groups, mode="flattened", **options):
     """A trainer of one rank; syncs `weights` when it is called."""
     settings = settings_of(mode, bucket_bytes=512, request_timeout_s=10, **options)
-    made = disaggregated_transport(
+    made = disaggregated_sync(
         address="127.0.0.1", settings=settings, group=TrainerGroup(), device=CPU
     )
     made._engines._groups = groups
@@ -134,13 +134,13 @@ def test_good_replies_may_come_before_the_sessions_tell_of_the_publication(group
     monkeypatch.setattr("sglang_loader.common.session.channel.GRACE_MS", 10)
     for engine in groups.engines:
         engine.tells_late_s = 0.3
-    transport(groups)(weights())
+    weight_sync(groups)(weights())
     assert [engine.num_published for engine in groups.engines] == [1, 1]
 
 
 @pytest.mark.parametrize("mode", ["flattened", "compiled"])
 def test_every_rank_of_every_engine_gets_every_tensor(groups, mode):
-    sync = transport(groups, mode)
+    sync = weight_sync(groups, mode)
     for first in (0.0, 100.0, 200.0):  # in sessions over the same sockets
         report = sync(weights(first=first))
         assert report.num_buckets == 5
@@ -173,7 +173,7 @@ def test_no_broadcast_begins_before_all_engines_receive_it(groups, monkeypatch, 
 
     monkeypatch.setattr(route, "Broadcast", Logged)
     monkeypatch.setattr(GroupReceiver, "begin_bucket", logged)
-    transport(groups)(weights(num_buckets))
+    weight_sync(groups)(weights(num_buckets))
     assert len(log) == num_buckets * (1 + sum(TPS))
     for i in range(num_buckets):
         assert log[: log.index(("broadcast", i))].count(("receive", i)) == sum(TPS)
@@ -182,7 +182,7 @@ def test_no_broadcast_begins_before_all_engines_receive_it(groups, monkeypatch, 
 @pytest.mark.parametrize(("replica", "rank"), [(0, 0), (1, 1)])
 @pytest.mark.parametrize("at", [0, 2, 4])
 def test_an_engine_rank_that_fails_is_named_and_nothing_is_published(groups, replica, rank, at):
-    sync = transport(groups)
+    sync = weight_sync(groups)
     sync(weights())
     groups.engines[replica].models[rank].fails_at = at
     with pytest.raises(WeightSyncError) as raised:
@@ -199,7 +199,7 @@ def test_an_engine_rank_that_fails_is_named_and_nothing_is_published(groups, rep
 
 
 def test_what_all_ranks_of_an_engine_refuse_is_raised_and_a_remark_is_logged_once(groups, caplog):
-    sync = transport(groups, manifest_check="off")
+    sync = weight_sync(groups, manifest_check="off")
     groups.engines[1].remarks = ["t4 is not the model's", "torch copies weights, slower"]
     for _ in range(2):
         sync(weights())
@@ -216,7 +216,7 @@ def test_an_export_that_fails_ends_all_sessions(groups):
         yield from weights()
         raise RuntimeError("no more tensors")
 
-    sync = transport(groups)
+    sync = weight_sync(groups)
     with pytest.raises(WeightSyncError, match="no more tensors"):
         sync(export())
     assert [engine.num_published for engine in groups.engines] == [0, 0]
@@ -231,7 +231,7 @@ def test_an_export_that_fails_ends_all_sessions(groups):
 
 def test_the_group_of_a_sync_that_a_reply_has_failed_ends_at_once(groups, monkeypatch):
     """Not when the garbage collector comes: engines that leave a gloo group wait for its end."""
-    sync = transport(groups)
+    sync = weight_sync(groups)
     sync(weights())
     group = weakref.ref(groups.with_replicas(groups.replicas).process_group)
     submit = groups.engines[1].submit

@@ -15,7 +15,7 @@ from verl_sglang_sync.sync.adapter_sync import AdapterSync
 
 
 class Trainer:
-    """A checkpoint engine in a trainer's rank; its transport notes who is synced.
+    """A checkpoint engine in a trainer's rank; its weight sync notes who is synced.
 
     Attributes:
         engines: of all replicas there are, by name.
@@ -32,7 +32,7 @@ class Trainer:
         self.fails = False
         engine = checkpoint_engine.SGLangSyncCheckpointEngine(1, is_master=is_first)
         vars(engine).update(
-            _transport=SimpleNamespace(sync=self._sync), _group=group, _adapter=AdapterSync(group)
+            _weight_sync=SimpleNamespace(sync=self._sync), _group=group, _adapter=AdapterSync(group)
         )
         self._checkpoint_engine = engine
         monkeypatch.setattr(checkpoint_engine.ray, "get_actor", self._actor)

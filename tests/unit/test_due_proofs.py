@@ -93,10 +93,10 @@ def test_an_export_that_cannot_be_repeated_is_not_proven():
     weights = [(f"layer.{i}".replace(".", "_"), torch.full((64,), float(i))) for i in range(4)]
     engine = ServingEngine()
     engine.models = [ByName(weights)]
-    transport = colocated(
+    weight_sync = colocated(
         engine, "compiled", prove_every_n_syncs=1, manifest_check="off", free_cache_engine=False
     )
-    report = synced(transport, iter(weights))
+    report = synced(weight_sync, iter(weights))
     assert report.is_proven is None
     assert report.num_tensors == 4
 
@@ -105,7 +105,7 @@ def test_a_plan_that_a_proof_has_refuted_is_not_used_again(monkeypatch):
     names = [f"layer_{i}" for i in range(4)]
     engine = ServingEngine()
     engine.models = [model] = [ByName([(name, torch.zeros(64)) for name in names])]
-    transport = colocated(
+    weight_sync = colocated(
         engine, "compiled", prove_every_n_syncs=2, manifest_check="off", free_cache_engine=False
     )
     replay = PlanExecutor.replay
@@ -119,7 +119,7 @@ def test_a_plan_that_a_proof_has_refuted_is_not_used_again(monkeypatch):
     proven, num_replayed = [], []
     for value in range(1, 6):
         weights = [(name, torch.full((64,), 10.0 * i + value)) for i, name in enumerate(names)]
-        report = synced(transport, weights)
+        report = synced(weight_sync, weights)
         proven.append(report.is_proven)
         num_replayed.append(report.num_replayed)
     assert proven == [None, False, None, True, None]

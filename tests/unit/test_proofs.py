@@ -154,20 +154,20 @@ def one_rank(*, wants_proof, **keys):
 
 @pytest.mark.parametrize("every", (0, 1))
 def test_an_export_that_cannot_be_repeated_is_synced_and_not_proven(every, caplog):
-    engine, transport = one_rank(wants_proof=not every, prove_every_n_syncs=every)
+    engine, weight_sync = one_rank(wants_proof=not every, prove_every_n_syncs=every)
     reports.warn_once.cache_clear()
-    assert synced(transport, iter(WEIGHTS)).is_proven is None
+    assert synced(weight_sync, iter(WEIGHTS)).is_proven is None
     assert "a proof is due and is left out, so that nothing is compared" in caplog.text
     assert engine.num_published == 1
-    assert synced(transport, WEIGHTS).is_proven and engine.num_published == 3
+    assert synced(weight_sync, WEIGHTS).is_proven and engine.num_published == 3
 
 
 def test_a_proof_that_breaks_has_proven_nothing(monkeypatch, caplog):
-    engine, transport = one_rank(wants_proof=False)
-    synced(transport, WEIGHTS)
+    engine, weight_sync = one_rank(wants_proof=False)
+    synced(weight_sync, WEIGHTS)
     engine.wants_proof = True
     monkeypatch.setattr(session.HeldWeights, "of", Mock(side_effect=MemoryError("no memory")))
-    report = synced(transport, WEIGHTS)
+    report = synced(weight_sync, WEIGHTS)
     assert "not proven, exported in full again" in caplog.text
     assert report.is_proven is None and "proven" not in str(report)
 

@@ -37,11 +37,11 @@ class Trainer:
         self.engine = ServingEngine()
         self.mode = mode
         options = {"manifest_check": "off", "free_cache_engine": False, "request_timeout_s": 20}
-        self.transport = colocated(self.engine, mode, bucket_bytes=1024, **options)
+        self.weight_sync = colocated(self.engine, mode, bucket_bytes=1024, **options)
 
     def sync(self, weights):
         """One sync; its report."""
-        return synced(self.transport, iter(weights), self.mode)
+        return synced(self.weight_sync, iter(weights), self.mode)
 
     def received(self, weights):
         """What the engine's `load_weights` saw in one sync: contents by name, in order."""
@@ -220,7 +220,7 @@ def test_where_the_best_route_is_prepared_the_others_give_back_what_they_hold(is
     """Where it is not, the engines are asked in the next sync what the others need to know."""
     trainer = Trainer("compiled")
     best, other = Learns(needs_no_staging=is_enough), Learns(needs_no_staging=False)
-    trainer.transport._routes = (best, other)
+    trainer.weight_sync._routes = (best, other)
     trainer.sync([("t", torch.ones(64))])
     assert (best.events, other.events) == (["learn"], ["forget"] if is_enough else [])
     trainer.sync([("t", torch.ones(64))])
@@ -233,7 +233,7 @@ def test_a_better_way_is_tried_again_though_a_worse_one_is_proven():
     best, other = Learns(needs_no_staging=True), Learns(needs_no_staging=False)
     best.refuse(Reason("no memory", is_final=False))
     other.state = RouteState.PROVEN  # its `_source` would raise
-    trainer.transport._routes = (best, other)
+    trainer.weight_sync._routes = (best, other)
     trainer.sync([("t", torch.ones(64))])
     assert best.events[-1] == "learn"
 
@@ -254,7 +254,7 @@ def test_of_a_draft_and_its_target_the_one_without_a_plan_is_told_of(is_draft):
     planless, planned = Rebinds(weights), ByName(weights)
     trainer.engine.drafts = [planless if is_draft else planned]
     trainer.engine.models = [planned if is_draft else planless]
-    trainer.transport._routes = (route,)
+    trainer.weight_sync._routes = (route,)
     for _ in range(2):
         assert "rebinds tensors" in trainer.sync(weights).eager_reason
         assert not route.loaded[0].may_read_in_place
@@ -278,10 +278,10 @@ class Traceable:
         self.trainer = Trainer("compiled")
         self.model = ByName(self.parameters.items())
         self.trainer.engine.models = [self.model]
-        self.route = self.trainer.transport._routes[0]
+        self.route = self.trainer.weight_sync._routes[0]
 
     def sync(self):
-        return synced(self.trainer.transport, Reexport(self._export, sources=self.sources))
+        return synced(self.trainer.weight_sync, Reexport(self._export, sources=self.sources))
 
     def _export(self):
         self.num_exports += 1

@@ -20,7 +20,7 @@ from verl_sglang_sync.engine.session import EngineFailed, TrainerSession
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.mapped_delivery import MappedDelivery
 from verl_sglang_sync.sync.ranks_in_step import RanksInStep
-from verl_sglang_sync.sync.session_run import SessionRun
+from verl_sglang_sync.sync.sessions import Sessions
 
 
 class Group(TrainerGroup):
@@ -46,13 +46,13 @@ def test_a_rank_whose_last_reply_was_bad_exports_before_it_agrees(last, raised, 
             yield name, torch.ones(60)
 
     keys = {"bucket_bytes": 256, "manifest_check": "off", "request_timeout_s": 10}
-    transport = colocated(FailsReplies(bad), "compiled", Group(events), **keys)
-    transport._unanswered = [failed_request(last)]
+    weight_sync = colocated(FailsReplies(bad), "compiled", Group(events), **keys)
+    weight_sync._unanswered = [failed_request(last)]
     with pytest.raises(WeightSyncError, match=re.escape(raised)):
-        synced(transport, export())
+        synced(weight_sync, export())
     assert events[0] == "first", "the other ranks would wait in the export's collectives"
     assert set(events) == {"first", "second", "agree"}
-    assert transport._unanswered == [], "said once"
+    assert weight_sync._unanswered == [], "said once"
     assert ("the reply was lost" in caplog.text) == (last is LOST)
 
 
@@ -75,9 +75,9 @@ def test_a_commit_whose_outcome_is_not_told_may_be_served(is_silent, text, monke
         monkeypatch.setattr(TrainerSession, "wait_until_published", silent)
     engine = ServingEngine()
     engine.refuses = None if is_silent else "these do not fit"
-    transport = colocated(engine, "flattened", manifest_check="off", request_timeout_s=30)
+    weight_sync = colocated(engine, "flattened", manifest_check="off", request_timeout_s=30)
     with pytest.raises(WeightSyncError, match=text):
-        synced(transport, [("a", torch.ones(60))], "flattened")
+        synced(weight_sync, [("a", torch.ones(60))], "flattened")
 
 
 def test_the_first_failure_is_kept():
@@ -102,7 +102,7 @@ def test_a_server_that_died_is_named_though_another_engine_told_of_its_failure_f
     report = SyncReport(mode="disaggregated", replica=None)
     ranks = RanksInStep(TrainerGroup())
     delivery = MappedDelivery(engines, SETTINGS, report)
-    run = SessionRun(engines, delivery, ranks, SETTINGS, report)
+    run = Sessions(engines, delivery, ranks, SETTINGS, report)
     ranks.run_if_ok(Mock(side_effect=EngineFailed("Connection reset by peer")))
     assert not ranks.agree()
     with pytest.raises(WeightSyncError) as raised:

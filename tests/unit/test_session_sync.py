@@ -117,13 +117,13 @@ def sync(case):
         engine.models[case.load_fails[1]].fails_at = case.load_fails[2]
     limits = {"bucket_bytes": 4 * 256, "request_timeout_s": TIMEOUT_S}
     keys = {"manifest_check": "off", "free_cache_engine": False, **limits}
-    transport = colocated(engine if is_leader else None, case.mode, group, **keys)
+    weight_sync = colocated(engine if is_leader else None, case.mode, group, **keys)
     weights = _export(case, outcome, export_group)
     if case.export_fails == (dist.get_rank(), -1):
         weights = Reexport(Mock(side_effect=RuntimeError("the export was not begun")))
     started = time.monotonic()
     try:
-        synced(transport, weights, case.mode)
+        synced(weight_sync, weights, case.mode)
     except WeightSyncError as error:
         outcome.error = str(error)
     outcome.seconds = time.monotonic() - started

@@ -139,11 +139,11 @@ def test_a_wake_up_that_fails_never_reaches_the_body_nor_is_its_sync_counted(tmp
 
 def test_a_bad_reply_that_a_sync_did_not_wait_for_fails_the_next_stage_a_lost_one_none(caplog):
     manager, _ = make_manager([], mode="compiled")
-    manager._transport._unanswered = [failed_request(BAD)]
+    manager._weight_sync._unanswered = [failed_request(BAD)]
     with pytest.raises(WeightSyncError, match="resume_kv_cache") as raised:
         asyncio.run(manager.resume(("kv_cache",)))
     assert str(BAD) in str(raised.value)
-    manager._transport._unanswered = [failed_request(LOST)]
+    manager._weight_sync._unanswered = [failed_request(LOST)]
     asyncio.run(manager.resume(("kv_cache",)))
     (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
     assert "the weights were published, but the reply was lost" in record.getMessage()

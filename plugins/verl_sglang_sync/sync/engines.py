@@ -36,7 +36,7 @@ from verl_sglang_sync.sync.ranks_in_step import RanksInStep
 
 @dataclass(frozen=True, kw_only=True)
 class SyncTask:
-    """The arguments of one sync, see `SessionTransport.sync`."""
+    """The arguments of one sync, see `WeightSync.sync`."""
 
     weights: Iterable[NamedTensor]
     version: str | None

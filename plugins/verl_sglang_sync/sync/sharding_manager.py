@@ -29,7 +29,7 @@ from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.stages import KV_CACHE, WEIGHTS
 from verl_sglang_sync.sync.adapter_sync import AdapterSync, AdapterUpdate
-from verl_sglang_sync.sync.transport import colocated_transport
+from verl_sglang_sync.sync.weight_sync import colocated_sync
 
 
 class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
@@ -59,7 +59,7 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         self._engine = engine
         self._settings = settings
         self._group = group
-        self._transport = colocated_transport(
+        self._weight_sync = colocated_sync(
             engine=engine, settings=settings.for_session(), group=group, device=device
         )
         self._replica = replica
@@ -114,7 +114,7 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
             WeightSyncError: on every rank, if any rank failed; the engine must not serve.
         """
         await self._reported(
-            self._transport.sync(weights, version=version, report=self.report), version
+            self._weight_sync.sync(weights, version=version, report=self.report), version
         )
 
     async def sync_adapter(
@@ -143,7 +143,7 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         with self.report.stage(stage):
             reply = await asyncio.wrap_future(engine.submit(call))
         self.report.add_costs(stage, stage_costs_in(reply))
-        self._transport.check_reply(self.report)
+        self._weight_sync.check_reply(self.report)
 
     @contextmanager
     def _new_report_after_failure(self) -> Iterator[None]:

@@ -31,7 +31,7 @@ from verl_sglang_sync.http_settings import server_url
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sources.export import AdapterExport, NamedTensor
 from verl_sglang_sync.sync.adapter_sync import AdapterSync
-from verl_sglang_sync.sync.transport import SessionTransport, disaggregated_transport
+from verl_sglang_sync.sync.weight_sync import WeightSync, disaggregated_sync
 from verl_sglang_sync.verl.exports import make_exports_repeatable
 from verl_sglang_sync.verl.rollout_server import (
     RolloutServer,
@@ -65,7 +65,7 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._is_source = bool(is_master)
         self._is_rollout = is_master is None
         self._servers: list[RolloutServer] = []
-        self._transport: SessionTransport | None = None
+        self._weight_sync: WeightSync | None = None
         self._group: TrainerGroup | None = None
         self._adapter: AdapterSync | None = None
         self._have_base: frozenset[str] = frozenset()  # replicas with the weights below an adapter
@@ -110,7 +110,7 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         Raises:
             WeightSyncError: on every rank, if any rank or replica failed.
         """
-        transport = self._session_transport()
+        weight_sync = self._made_weight_sync()
         servers = await self._find_servers()
         replicas = [replica for _, replica in servers]
         version = None if global_steps is None else str(global_steps)
@@ -120,7 +120,7 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             if adapter is None or not self._all_have_base(replicas):
                 self._have_base = frozenset()  # one that fails leaves them half-written
                 weights = self._servers[0].format.applied(weights)
-                await transport.sync(weights, version=version, report=report, replicas=replicas)
+                await weight_sync.sync(weights, version=version, report=report, replicas=replicas)
             if adapter is not None:
                 self._have_base = _identities(replicas)
                 await self._sync_adapter(adapter, replicas, report)
@@ -160,7 +160,7 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 )
                 found.append((actor, replica))
 
-        assert self._group is not None, "made with the transport"
+        assert self._group is not None, "made with the weight sync"
         await run_in_step(self._group, "find the servers", find() if self._is_source else None)
         return found
 
@@ -168,7 +168,7 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """True if all replicas have the base weights of a LoRA adapter; collective, because only
         the first rank knows the replicas.
         """
-        assert self._group is not None, "made with the transport"
+        assert self._group is not None, "made with the weight sync"
         return holds_everywhere(self._group, self._have_base >= _identities(replicas))
 
     async def _sync_adapter(
@@ -179,7 +179,7 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
         engines = {replica.identity: replica.client for replica in replicas}
         num_ranks, is_leader = self._servers[0].num_ranks, self._is_source
-        assert self._adapter is not None, "made with the transport"
+        assert self._adapter is not None, "made with the weight sync"
         await self._adapter.sync(
             lambda: collect_adapter(*export(), num_ranks=num_ranks, is_leader=is_leader),
             engines,
@@ -200,17 +200,17 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             raise ValueError("no rollout replica takes part in the weight sync")
         return self._servers[0].settings
 
-    def _session_transport(self) -> SessionTransport:
-        if self._transport is None:
+    def _made_weight_sync(self) -> WeightSync:
+        if self._weight_sync is None:
             device, settings = current_device(), self._settings
             _check_nccl(device)
             address = ray.util.get_node_ip_address().strip("[]") if self._is_source else None
             group = self._group = TorchTrainerGroup(timeout_s=settings.request_timeout_s)
             self._adapter = AdapterSync(group)
-            self._transport = disaggregated_transport(
+            self._weight_sync = disaggregated_sync(
                 address=address, settings=settings, group=group, device=device
             )
-        return self._transport
+        return self._weight_sync
 
 
 def _check_nccl(device: torch.device) -> None:

@@ -65,7 +65,7 @@ from verl_sglang_sync.routes.staging_ring import StagingRing
 from verl_sglang_sync.sources.export import Export, NamedTensor, is_repeatable
 from verl_sglang_sync.sync.engines import ColocatedEngine, RemoteEngines, SyncTask
 from verl_sglang_sync.sync.ranks_in_step import RanksInStep
-from verl_sglang_sync.sync.session_run import SessionRun
+from verl_sglang_sync.sync.sessions import Sessions
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class Outcome:
     wants_proof: bool = False
 
 
-class SessionTransport:
+class WeightSync:
     """Carries syncs; lives in every trainer process, for all its syncs.
 
     Args:
@@ -361,7 +361,7 @@ class SessionTransport:
             stack.push(self._end_session)
             with report.stage("open"):
                 opened = self._engines.open(stack, ranks, task, proof)
-            run = SessionRun(*opened, ranks, self._settings, report)
+            run = Sessions(*opened, ranks, self._settings, report)
             learns = learns and proof == "none"
             source = self._choose(task, routes, taken, proof, learns)
             is_exported = isinstance(source, ExportedBuckets)
@@ -454,7 +454,7 @@ class SessionTransport:
         differing = dict.fromkeys(name for names, _ in found for name in names)
         return Outcome(route, list(differing), sum(num for _, num in found))
 
-    def _record_loaded(self, run: SessionRun, loaded: Sequence[Loaded], report: SyncReport) -> None:
+    def _record_loaded(self, run: Sessions, loaded: Sequence[Loaded], report: SyncReport) -> None:
         if loaded:
             least = min(loaded, key=lambda outcome: outcome.num_replayed)
             report.num_replayed, report.num_eager = least.num_replayed, least.num_eager
@@ -512,23 +512,21 @@ def _without_report(task: SyncTask) -> SyncTask:
     return replace(task, report=report)
 
 
-def colocated_transport(
+def colocated_sync(
     *, engine: Engine | None, settings: WeightSyncConfig, group: TrainerGroup, device: torch.device
-) -> SessionTransport:
+) -> WeightSync:
     """Carries the syncs of one replica, on the trainer ranks' devices: `SGLangShardingManager`."""
     num_buffers = settings.num_staging_buffers
     ring = StagingRing(device, num_buffers=num_buffers, bucket_bytes=settings.bucket_bytes)
     engines = ColocatedEngine(engine, group, settings)
     context = RouteContext(group, device, settings, lambda: engines.readers)
     pull = Pull(context, lambda handle: engines.sockets.folder.record(handle))
-    return SessionTransport(
-        context, engines=engines, routes=(pull, Exchange(context, ring)), ring=ring
-    )
+    return WeightSync(context, engines=engines, routes=(pull, Exchange(context, ring)), ring=ring)
 
 
-def disaggregated_transport(
+def disaggregated_sync(
     *, address: str | None, settings: WeightSyncConfig, group: TrainerGroup, device: torch.device
-) -> SessionTransport:
+) -> WeightSync:
     """Carries syncs to replicas on devices of their own.
 
     Args:
@@ -550,4 +548,4 @@ def disaggregated_transport(
     folder = cache(SessionFolder)  # made when there is memory that engines map, which it lists
     pull, near = (Pull(context, lambda handle: folder().record(handle)) for _ in range(2))
     send = PullAndSend(context, near, lambda: engines.sending_group)
-    return SessionTransport(context, engines=engines, routes=(pull, send), ring=ring)
+    return WeightSync(context, engines=engines, routes=(pull, send), ring=ring)

@@ -1,6 +1,6 @@
 """The sessions of one trainer rank in one sync, step by step, in step with the other ranks.
 
-run = SessionRun(*opened, ranks, settings, report)  # the requests have left
+run = Sessions(*opened, ranks, settings, report)  # the requests have left
 run.meet()                              # all ranks: every engine rank has joined
 run.check_plans(source, proves=False)   # with what the way was proven with
 run.send(source)                        # each rank at its own pace
@@ -41,7 +41,7 @@ class WayOutdated(RuntimeError):
 
 
 @dataclass(eq=False)
-class SessionRun:
+class Sessions:
     """The state of one sync's sessions: this rank's, which may be none.
 
     Attributes:
