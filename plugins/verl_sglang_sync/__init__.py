@@ -10,8 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from verl_sglang_sync.collective import WeightSyncError
     from verl_sglang_sync.config import WeightSyncConfig
+    from verl_sglang_sync.ranks import WeightSyncError
     from verl_sglang_sync.report import SyncReport
     from verl_sglang_sync.sync.sharding_manager import SGLangShardingManager
 
@@ -23,7 +23,7 @@ _MODULES = {
     "SGLangShardingManager": "sync.sharding_manager",
     "SyncReport": "report",
     "WeightSyncConfig": "config",
-    "WeightSyncError": "collective",
+    "WeightSyncError": "ranks",
 }
 
 

@@ -208,14 +208,14 @@ def export_of(rank, model):
         how many readers, itself among them; "num_storages": in how many pieces of memory the
         parameters lie.
     """
-    actor, group = rank.kept["actor"], rank.group()
+    actor, ranks = rank.kept["actor"], rank.ranks()
     export, reference = actor.export(), load_file(model / "model.safetensors")
-    exported, source_map = list(export), SourceMap(group, rank.device)
+    exported, source_map = list(export), SourceMap(ranks, rank.device)
     off = source_map.trace(export)
-    ranks, served = range(dist.get_world_size()), Counter[int]()
+    everyone, served = range(dist.get_world_size()), Counter[int]()
     for owners in source_map.traced.owners if off is None else ():
         for shard in range(len(owners.starts)):
-            served.update(owners.owner_of(shard, reader) for reader in ranks)
+            served.update(owners.owner_of(shard, reader) for reader in everyone)
     return {
         "names": [name for name, _ in exported],
         "different": [
@@ -224,8 +224,8 @@ def export_of(rank, model):
             if tensor.dtype != reference[name].dtype or not torch.equal(tensor, reference[name])
         ],
         "off": off,
-        "misplaced": misplaced(export, source_map, group) if off is None else [],
-        "num_served": [served[rank] for rank in ranks],
+        "misplaced": misplaced(export, source_map, ranks) if off is None else [],
+        "num_served": [served[rank] for rank in everyone],
         "num_storages": actor.num_storages,
     }
 

@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 
 
-def misplaced(export: Iterable[tuple[str, torch.Tensor]], source_map: Any, group: Any) -> list[str]:
+def misplaced(export: Iterable[tuple[str, torch.Tensor]], source_map: Any, ranks: Any) -> list[str]:
     """Names of the tensors that are not what the trace says of them; collective.
 
     Args:
         export: can be started again.
         source_map: has traced it.
-        group: the trainer's ranks.
+        ranks: the trainer's ranks.
     """
     from verl_sglang_sync.sources.snapshot import memory_of
 
@@ -24,7 +24,7 @@ def misplaced(export: Iterable[tuple[str, torch.Tensor]], source_map: Any, group
         for number, parameter in enumerate(traced.parameters)
         if parameter.owners.is_held_by(rank)
     }
-    everyones, wrong = group.all_gather(own), []
+    everyones, wrong = ranks.gather(own), []
     for name, tensor in full.items():
         found = traced.tensors[name]
         number, owners = found.origin.parameter, traced.owners[found.origin.parameter]

@@ -15,9 +15,9 @@ from support.exports import ShardedExport
 from support.hosts import loopback
 from support.settings import settings_of
 from support.trainer import Ranks, TrainerRank
-from verl_sglang_sync.collective import TorchTrainerGroup, WeightSyncError
 from verl_sglang_sync.engine.server_client.client import SGLangServerClient
 from verl_sglang_sync.engine.update_groups import Replica
+from verl_sglang_sync.ranks import TrainerRanks, WeightSyncError
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sync.weight_sync import disaggregated_sync
 
@@ -103,7 +103,7 @@ class Sender:
             self._made[mode] = disaggregated_sync(
                 address=address if self._rank.rank == 0 else None,
                 settings=settings_of(mode, request_timeout_s=limit_s, **self._settings),
-                group=TorchTrainerGroup(timeout_s=limit_s),
+                ranks=TrainerRanks(timeout_s=limit_s),
                 device=self._rank.device,
             )
         return self._made[mode]

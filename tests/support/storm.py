@@ -36,7 +36,7 @@ from support.storm_checks import PROMPTS, StormEngine, Stream, Violation, shared
 from support.storm_trainer import NUM_VERSIONS, PRESETS, TIMEOUT_S, PublishedError, sync
 from support.storm_wire import Wire
 from support.trainer import Ranks
-from verl_sglang_sync.sync.ranks_in_step import MAY_SERVE
+from verl_sglang_sync.sync.sessions import MAY_SERVE
 
 LEAVE_S = 3 * TIMEOUT_S + 10
 """All ranks have left a failed sync by then: three attempts of one request, and a margin."""

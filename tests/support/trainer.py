@@ -110,7 +110,7 @@ class TrainerRank:
         return SGLangShardingManager(
             engine=self.client if self.is_leader else None,
             settings=settings_of(mode, **settings),
-            group=self.group(timeout_s),
+            ranks=self.ranks(timeout_s),
             device=self.device,
             replica=self.replica,
         )
@@ -122,13 +122,13 @@ class TrainerRank:
             self.kept[key] = self.manager(mode, **settings)
         return self.kept[key]
 
-    def group(self, timeout_s: float = 60) -> Any:
+    def ranks(self, timeout_s: float = 60) -> Any:
         """This rank's view of the trainer's processes."""
-        from verl_sglang_sync.collective import TorchTrainerGroup, TrainerGroup
+        from verl_sglang_sync.ranks import TrainerRanks
 
         if not dist.is_initialized():
-            return TrainerGroup()
-        return TorchTrainerGroup(timeout_s=timeout_s, tp_mesh=self.mesh["infer_tp"])
+            return TrainerRanks()
+        return TrainerRanks(timeout_s=timeout_s, tp_mesh=self.mesh["infer_tp"])
 
     def close(self) -> None:
         dist.destroy_process_group()

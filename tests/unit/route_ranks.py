@@ -15,7 +15,7 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 
 from unit.serving_engine import ServingEngine, colocated, synced
-from unit.trainer_ranks import trainer_group
+from unit.trainer_ranks import trainer_ranks
 from verl_sglang_sync import WeightSyncError
 from verl_sglang_sync.routes.route import Recovery
 
@@ -206,7 +206,7 @@ class Rank:
         if is_shared:
             for tensor in [*self.model.parameters(), *self.model.buffers()]:
                 local_of(tensor).untyped_storage().share_memory_()
-        self.group, is_leader = trainer_group(TP)
+        ranks, is_leader = trainer_ranks(TP)
         self.export = export_of(self.model)
         exported = list(self.export)
         self.engine = ServingEngine(tp=TP) if is_leader else None
@@ -215,7 +215,7 @@ class Rank:
         self.weight_sync = colocated(
             self.engine,
             "compiled",
-            self.group,
+            ranks,
             bucket_bytes=BUCKET_BYTES,
             prove_every_n_syncs=prove,
             read_in_place=route == "pull",

@@ -1,7 +1,7 @@
 """An engine's server in this process: each of its TP ranks is a thread that serves real sessions.
 
 engine = ServingEngine(tp=2)
-weight_sync = colocated(engine, "flattened", group)
+weight_sync = colocated(engine, "flattened", ranks)
 report = synced(weight_sync, weights)
 engine.models[1].loaded             # what TP rank 1 got in the last sync, by name
 """
@@ -22,8 +22,8 @@ from sglang_loader.session import serve as session
 from sglang_loader.session.group_receiver import GroupReceiver
 from sglang_loader.session.mapped_memory import MappedMemory
 from support.settings import settings_of
-from verl_sglang_sync.collective import TrainerGroup
 from verl_sglang_sync.engine.server_client import operations
+from verl_sglang_sync.ranks import TrainerRanks
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sync.weight_sync import colocated_sync
 
@@ -249,12 +249,12 @@ class ServingEngine:
         reply.set_result({"success": True, "message": with_remarks(self.remarks)})
 
 
-def colocated(engine, mode, group=None, **keys):
+def colocated(engine, mode, ranks=None, **keys):
     """The weight sync of one trainer rank, or of one on its own, on a CPU; `keys` of the preset."""
     return colocated_sync(
         engine=engine,
         settings=settings_of(mode, **keys).for_session(),
-        group=group or TrainerGroup(),
+        ranks=ranks or TrainerRanks(),
         device=torch.device("cpu"),
     )
 

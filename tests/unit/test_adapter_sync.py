@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from verl_sglang_sync.collective import TrainerGroup, WeightSyncError
 from verl_sglang_sync.engine.server_client import operations
+from verl_sglang_sync.ranks import TrainerRanks, WeightSyncError
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sync.adapter_sync import AdapterSync, AdapterUpdate
 
@@ -60,7 +60,7 @@ def sync(adapters, **engines):
 
 def test_engines_that_come_go_and_fail_serve_the_adapter_after_the_next_sync():
     first, second, late = Engine(), Engine(), Engine()
-    adapters = AdapterSync(TrainerGroup())
+    adapters = AdapterSync(TrainerRanks())
     assert "unload_adapter" not in sync(adapters, first=first, second=second).seconds
     report = sync(adapters, first=first)  # the second one is left out, and serves what it had
     assert (report.num_tensors, report.sent_bytes) == (3, 24)
@@ -74,7 +74,7 @@ def test_engines_that_come_go_and_fail_serve_the_adapter_after_the_next_sync():
 
 
 def test_an_engine_whose_reply_was_lost_serves_the_adapter_after_the_next_sync():
-    engine, adapters = Engine(), AdapterSync(TrainerGroup())
+    engine, adapters = Engine(), AdapterSync(TrainerRanks())
     engine.loses = UPDATE.load.operation.path
     with pytest.raises(WeightSyncError, match="reply was lost"):
         sync(adapters, engine=engine)
@@ -84,7 +84,7 @@ def test_an_engine_whose_reply_was_lost_serves_the_adapter_after_the_next_sync()
 
 
 def test_a_refused_adapter_leaves_every_engine_as_it_was():
-    serving, empty, adapters = Engine(), Engine(), AdapterSync(TrainerGroup())
+    serving, empty, adapters = Engine(), Engine(), AdapterSync(TrainerRanks())
     sync(adapters, serving=serving)
     report = SyncReport(mode="compiled", replica=None)
     engines = {"serving": serving, "empty": empty}

@@ -19,8 +19,8 @@ from sglang_loader.session.group_receiver import GroupReceiver
 from support.settings import settings_of
 from unit.serving_engine import ServingEngine, synced
 from verl_sglang_sync import WeightSyncError
-from verl_sglang_sync.collective import TrainerGroup
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroup
+from verl_sglang_sync.ranks import TrainerRanks
 from verl_sglang_sync.routes import broadcast as route
 from verl_sglang_sync.sync.weight_sync import disaggregated_sync
 
@@ -116,7 +116,7 @@ def weight_sync(groups, mode="flattened", **options):
     """A trainer of one rank; syncs `weights` when it is called."""
     settings = settings_of(mode, bucket_bytes=512, request_timeout_s=10, **options)
     made = disaggregated_sync(
-        address="127.0.0.1", settings=settings, group=TrainerGroup(), device=CPU
+        address="127.0.0.1", settings=settings, ranks=TrainerRanks(), device=CPU
     )
     made._engines._groups = groups
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from support.settings import settings_of
 from unit.test_adapter_sync import UPDATE, Engine
-from unit.trainer_ranks import trainer_group
-from verl_sglang_sync.collective import TrainerGroup, WeightSyncError
+from unit.trainer_ranks import trainer_ranks
+from verl_sglang_sync.ranks import TrainerRanks, WeightSyncError
 from verl_sglang_sync.sources.export import Reexport
 from verl_sglang_sync.sync.adapter_sync import AdapterSync
 
@@ -22,17 +22,17 @@ class Trainer:
         synced: names of the replicas of each sync of all weights.
     """
 
-    def __init__(self, monkeypatch, *, group=None, is_first=True):
+    def __init__(self, monkeypatch, *, ranks=None, is_first=True):
         from verl_sglang_sync.verl import adapter, checkpoint_engine
 
-        group = group or TrainerGroup()
+        ranks = ranks or TrainerRanks()
         self.engines = {name: Engine() for name in "abc"}
         self.synced = []
         self.versions = {}
         self.fails = False
         engine = checkpoint_engine.SGLangSyncCheckpointEngine(1, is_master=is_first)
         vars(engine).update(
-            _weight_sync=SimpleNamespace(sync=self._sync), _group=group, _adapter=AdapterSync(group)
+            _weight_sync=SimpleNamespace(sync=self._sync), _ranks=ranks, _adapter=AdapterSync(ranks)
         )
         self._checkpoint_engine = engine
         monkeypatch.setattr(checkpoint_engine.ray, "get_actor", self._actor)
@@ -95,9 +95,9 @@ def test_after_a_sync_that_failed_all_replicas_get_the_weights_again(monkeypatch
 
 def send_to_a_server_that_is_gone():
     """On each rank of a trainer, of which only the first one asks the servers: what it raises."""
-    group, _ = trainer_group(1)
+    ranks, _ = trainer_ranks(1)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        trainer = Trainer(monkeypatch, group=group, is_first=dist.get_rank() == 0)
+        trainer = Trainer(monkeypatch, ranks=ranks, is_first=dist.get_rank() == 0)
         with pytest.raises(WeightSyncError) as error:
             trainer.send("ad", 1)
     return str(error.value), trainer.synced

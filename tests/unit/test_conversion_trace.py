@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from sglang_loader.common.regions.compose import ByteMap
 from support.assembled import misplaced
-from unit.trainer_ranks import trainer_group
+from unit.trainer_ranks import trainer_ranks
 from verl_sglang_sync.sources.export_trace import (
     NotTraceable,
     TracedExport,
@@ -166,7 +166,7 @@ def trace_and_assemble():
     """Names of all tensors, of those that are not what the trace says, and who holds what."""
     from verl_sglang_sync.sources.source_map import SourceMap
 
-    group, export = trainer_group(2)[0], export_of(GOOD)
+    group, export = trainer_ranks(2)[0], export_of(GOOD)
     source_map = SourceMap(group, CPU)
     assert source_map.trace(export) is None
     traced = source_map.traced

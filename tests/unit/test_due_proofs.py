@@ -8,16 +8,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from sglang_loader.common.ranks import Reason
 from sglang_loader.common.session.messages import PeerLost
 from sglang_loader.load_plan.executor import PlanExecutor
 from support.settings import settings_of
 from unit.route_ranks import Rank
 from unit.serving_engine import ByName, ServingEngine, colocated, synced
-from verl_sglang_sync.collective import Reason, TrainerGroup
 from verl_sglang_sync.engine.arrangements import EngineArrangements
 from verl_sglang_sync.engine.engine_ranks import EngineRank
 from verl_sglang_sync.engine.server_client.errors import ReplyLost, ServerUnreachable
 from verl_sglang_sync.engine.session import EngineCannotMap, TrainerSession
+from verl_sglang_sync.ranks import TrainerRanks
 from verl_sglang_sync.routes.pull.route import Pull, PulledBuckets
 from verl_sglang_sync.routes.pull_and_send import PullAndSend
 from verl_sglang_sync.routes.route import RouteContext, RouteState
@@ -140,7 +141,7 @@ def test_an_error_that_names_its_engine_rank_keeps_its_kind(error):
 def learnt():
     """A route for near and far engines that has learnt, and its route for the near ones."""
     settings = settings_of("compiled").for_session()
-    context = RouteContext(TrainerGroup(), torch.device("cpu"), settings, tuple, 1)
+    context = RouteContext(TrainerRanks(), torch.device("cpu"), settings, tuple, 1)
     pull = Pull(context, print)
     route = PullAndSend(context, pull, list)
     route.state = pull.state = RouteState.LEARNT

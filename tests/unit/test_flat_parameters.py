@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 from support.assembled import misplaced
 from unit.route_ranks import export_of, sharded
-from unit.trainer_ranks import WORLD_SIZE, trainer_group
+from unit.trainer_ranks import WORLD_SIZE, trainer_ranks
 from verl_sglang_sync.sources.snapshot import SourcesChanged
 from verl_sglang_sync.verl import exports, flat_parameters
 
@@ -26,7 +26,7 @@ def traced(kind, device=CPU, change=lambda model: None, **options):
     model = sharded(kind, strategy="fsdp1", **options)
     change(model)
     export = export_of(model)
-    source_map = SourceMap(trainer_group(2)[0], device)
+    source_map = SourceMap(trainer_ranks(2)[0], device)
     return export, source_map, source_map.trace(export)
 
 
@@ -40,7 +40,7 @@ def assemble(kind, rows, options):
     assert reason is None
     holders = {ranks for owners in source_map.traced.owners for ranks in owners.holders}
     names = [name for name, _ in export]
-    return names, misplaced(export, source_map, trainer_group(2)[0]), sorted(holders)
+    return names, misplaced(export, source_map, trainer_ranks(2)[0]), sorted(holders)
 
 
 @pytest.mark.parametrize(

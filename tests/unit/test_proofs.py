@@ -1,7 +1,7 @@
 """A proof that a user asks a server for: the server's endpoints, and what the trainer ranks do."""
 
 import asyncio
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -21,12 +21,14 @@ from sglang_loader.session import serve as session
 from sglang_loader.upstream import facts_of, with_facts
 from unit import route_ranks
 from unit.serving_engine import ByName, ServingEngine, colocated, synced
+from unit.test_session_commit import SETTINGS
 from verl_sglang_sync import report as reports
-from verl_sglang_sync.collective import Agreement, TrainerGroup
 from verl_sglang_sync.commands import cli
 from verl_sglang_sync.commands import prove as command
 from verl_sglang_sync.engine.server_client.errors import NotAuthorized, RequestFailed
-from verl_sglang_sync.sync.ranks_in_step import RanksInStep
+from verl_sglang_sync.ranks import TrainerRanks
+from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.sync.sessions import Sessions
 
 WEIGHTS = [("a", torch.arange(60.0)), ("b", torch.arange(60.0) + 1)]
 NOTHING = asdict(Proofs())
@@ -112,24 +114,23 @@ def test_an_update_of_others_is_left_as_it_is():
 # In the trainer.
 
 
-class Beside(TrainerGroup):
+class Beside(TrainerRanks):
     """With another rank, which asks for a proof, and may be unable to make one."""
 
     def __init__(self, can_prove):
+        super().__init__()
         self._can_prove = can_prove
 
-    def agree(self, failure=None, *, is_ready=True, signature=None):
-        other = (signature[0], True, self._can_prove)
-        return Agreement((), is_ready, (signature, other))
+    def _exchange(self, turn):
+        return [turn, replace(turn, item=(True, self._can_prove))]
 
 
 @pytest.mark.parametrize("here", (True, False))
 @pytest.mark.parametrize("there", (True, False))
 def test_ranks_agree_to_prove_where_all_can(here, there):
-    ranks = RanksInStep(Beside(there), can_prove=here)
-    assert ranks.agree()
-    assert ranks.wants_proof == (here and there)
-    assert not ranks.asks_for_proof
+    sessions = Sessions(Beside(there), SETTINGS, SyncReport(mode="compiled", replica=0))
+    assert sessions.meet(can_prove=here) == (here and there)
+    assert not sessions.asks_for_proof
 
 
 @pytest.mark.parametrize("route", ["pull", "exchange"])

@@ -248,7 +248,7 @@ OPEN = "verl_sglang_sync.sync.engines.ColocatedEngine.open"
 ALONE = {
     "no piece is found": (LOCATE, RuntimeError("lost"), 0),
     "at the end": (END, RuntimeError("lost"), 1),
-    "where nothing may fail": (CHOOSE, RuntimeError("lost"), 1),
+    "where nothing may fail": (CHOOSE, RuntimeError("lost"), 0),
     "interrupted while it sends": (DELIVER, KeyboardInterrupt(), 1),
     "interrupted before": (OPEN, KeyboardInterrupt(), 1),
     "interrupted at the end": (END, KeyboardInterrupt(), 1),

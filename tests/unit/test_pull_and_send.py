@@ -7,8 +7,8 @@ import torch
 
 from sglang_loader.common.shared_memory import host_id
 from support.settings import settings_of
-from verl_sglang_sync.collective import TrainerGroup
 from verl_sglang_sync.engine.arrangements import EngineArrangements
+from verl_sglang_sync.ranks import TrainerRanks
 from verl_sglang_sync.report import warn_once
 from verl_sglang_sync.routes.pull.route import Pull
 from verl_sglang_sync.routes.pull_and_send import PullAndSend
@@ -36,7 +36,7 @@ and what is logged.
 def test_a_replica_reads_in_place_if_all_of_its_ranks_can(loaded, may_pull, near, logged, caplog):
     readers = [EngineArrangements(is_wanted=True, replica=number) for number in (0, 1, 1)]
     settings = settings_of("compiled", read_in_place=may_pull).for_session()
-    context = RouteContext(TrainerGroup(), torch.device("cpu"), settings, lambda: readers, 1)
+    context = RouteContext(TrainerRanks(), torch.device("cpu"), settings, lambda: readers, 1)
     pull, weights = Pull(context, print), Reexport(list, sources=dict)
     warn_once.cache_clear()  # what other tests have logged
     sync = ExportedSync(weights, loaded, None)
@@ -49,7 +49,7 @@ def test_a_replica_reads_in_place_if_all_of_its_ranks_can(loaded, may_pull, near
 def test_an_export_is_compared_while_it_is_loaded_if_the_engines_could_read_in_place_before():
     readers = [EngineArrangements(is_wanted=True)]
     context = RouteContext(
-        TrainerGroup(), torch.device("cpu"), settings_of("compiled").for_session(), lambda: readers
+        TrainerRanks(), torch.device("cpu"), settings_of("compiled").for_session(), lambda: readers
     )
     pull, weights = Pull(context, print), Reexport(list, sources=dict)
     assert pull.wants_comparison(weights)

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from unit.route_ranks import export_of, sharded
-from unit.trainer_ranks import WORLD_SIZE, trainer_group
-from verl_sglang_sync.collective import WeightSyncError
+from unit.trainer_ranks import WORLD_SIZE, trainer_ranks
+from verl_sglang_sync.ranks import WeightSyncError
 from verl_sglang_sync.sources.replicas import check_replicas, differing_replicas
 
 CPU = torch.device("cpu")
@@ -25,7 +25,7 @@ def compare(rows, drifting, tp):
     """
     from verl_sglang_sync.sources.source_map import SourceMap
 
-    group = trainer_group(tp)[0]
+    ranks = trainer_ranks(tp)[0]
     mesh = init_device_mesh("cpu", (rows, WORLD_SIZE // rows) if rows > 1 else (WORLD_SIZE,))
     options = {}
     if rows > 1:
@@ -34,12 +34,12 @@ def compare(rows, drifting, tp):
         options["sharding_strategy"] = ShardingStrategy.HYBRID_SHARD
     with mock.patch("unit.route_ranks.init_device_mesh", lambda *_: mesh):
         model = sharded("dense", strategy="fsdp1", **options)
-    export, source_map = export_of(model), SourceMap(group, CPU)
+    export, source_map = export_of(model), SourceMap(ranks, CPU)
     assert source_map.trace(export) is None
     traced = source_map.traced
 
     def difference():
-        return differing_replicas(traced, source_map.current(export, traced), group, CPU)
+        return differing_replicas(traced, source_map.current(export, traced), ranks, CPU)
 
     before = difference()
     if dist.get_rank() in drifting:
@@ -47,7 +47,7 @@ def compare(rows, drifting, tp):
             list(model.parameters())[1].view(-1)[-1] += 1
     after, error = difference(), None
     try:
-        check_replicas(after, [(group.replica_ranks, dist.get_rank())], group)
+        check_replicas(after, [(ranks.replica_ranks, dist.get_rank())], ranks)
     except WeightSyncError as raised:
         error = str(raised)
     return before, after and str(after), error

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from sglang_loader.common.ranks import Reason
 from sglang_loader.session import serve
 from support.settings import settings_of
 from unit.serving_engine import ByName, ServingEngine, colocated, synced
 from verl_sglang_sync import WeightSyncError
-from verl_sglang_sync.collective import Reason, TrainerGroup
+from verl_sglang_sync.ranks import TrainerRanks
 from verl_sglang_sync.report import warn_once
 from verl_sglang_sync.routes.pull.route import Pull
 from verl_sglang_sync.routes.route import NOT_TRACEABLE, Route, RouteContext, RouteState
@@ -199,7 +200,7 @@ class Learns(Route):
 
     def __init__(self, *, needs_no_staging):
         settings = settings_of("compiled")
-        context = RouteContext(TrainerGroup(), torch.device("cpu"), settings, lambda: ())
+        context = RouteContext(TrainerRanks(), torch.device("cpu"), settings, lambda: ())
         super().__init__(context, is_wanted=True)
         self.needs_no_staging, self.events, self.loaded = needs_no_staging, [], []
 

@@ -12,30 +12,29 @@ from unit.failed_replies import BAD, LOST, FailsReplies, failed_request
 from unit.serving_engine import ServingEngine, colocated, synced
 from unit.test_session_commit import SETTINGS
 from verl_sglang_sync import WeightSyncError
-from verl_sglang_sync.collective import RankLost, TrainerGroup
 from verl_sglang_sync.engine.arrangements import EngineArrangements
 from verl_sglang_sync.engine.engine_ranks import EngineRank
 from verl_sglang_sync.engine.server_client.errors import RequestFailed, ServerError
 from verl_sglang_sync.engine.session import EngineFailed, TrainerSession
+from verl_sglang_sync.ranks import RankLost, TrainerRanks
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.routes.mapped_delivery import MappedDelivery
-from verl_sglang_sync.sync.ranks_in_step import RanksInStep
 from verl_sglang_sync.sync.sessions import Sessions
 
 
-class Group(TrainerGroup):
-    """Writes down when it is asked to agree."""
+class Watched(TrainerRanks):
+    """Writes down what this rank tells the others."""
 
     def __init__(self, events):
+        super().__init__()
         self._events = events
 
-    def agree(self, failure=None, *, is_ready=True, signature=0):
-        self._events.append("agree")
-        return super().agree(failure, is_ready=is_ready, signature=signature)
+    def _exchange(self, turn):
+        self._events.append("fails" if turn.failure else "meets")
+        return super()._exchange(turn)
 
 
 @pytest.mark.parametrize(("last", "raised"), [(BAD, str(BAD)), (LOST, "the next one is bad")])
-def test_a_rank_whose_last_reply_was_bad_exports_before_it_agrees(last, raised, caplog):
+def test_a_rank_whose_last_reply_was_bad_exports_nothing(last, raised, caplog):
     """One that was lost is only logged: the session had told that the weights are published."""
     events = []
     bad = RequestFailed("the next one is bad", endpoint="http://h:1/update", status=400)
@@ -46,12 +45,16 @@ def test_a_rank_whose_last_reply_was_bad_exports_before_it_agrees(last, raised, 
             yield name, torch.ones(60)
 
     keys = {"bucket_bytes": 256, "manifest_check": "off", "request_timeout_s": 10}
-    weight_sync = colocated(FailsReplies(bad), "compiled", Group(events), **keys)
+    weight_sync = colocated(FailsReplies(bad), "compiled", Watched(events), **keys)
     weight_sync._unanswered = [failed_request(last)]
     with pytest.raises(WeightSyncError, match=re.escape(raised)):
         synced(weight_sync, export())
-    assert events[0] == "first", "the other ranks would wait in the export's collectives"
-    assert set(events) == {"first", "second", "agree"}
+    if last is BAD:
+        assert set(events) == {"fails", "meets"}
+        assert events[0] == "fails", "the other ranks meet it before they export"
+    else:
+        assert events.index("meets") < events.index("first") < events.index("fails")
+        assert "second" in events, "the other ranks would wait in the export's collectives"
     assert weight_sync._unanswered == [], "said once"
     assert ("the reply was lost" in caplog.text) == (last is LOST)
 
@@ -80,19 +83,6 @@ def test_a_commit_whose_outcome_is_not_told_may_be_served(is_silent, text, monke
         synced(weight_sync, [("a", torch.ones(60))], "flattened")
 
 
-def test_the_first_failure_is_kept():
-    ranks = RanksInStep(TrainerGroup())
-    assert ranks.run_always(lambda: 1) == ranks.run_if_ok(lambda: 1) == 1
-    ranks.run_if_ok(Mock(side_effect=ValueError("the first")))
-    assert str(ranks.cause) == "the first"
-    assert ranks.run_if_ok(lambda: 1) is None
-    assert ranks.run_always(lambda: 1) == 1
-    ranks.run_always(Mock(side_effect=ValueError("the second")))
-    assert not ranks.agree()
-    assert "the first" in str(ranks.error)
-    assert "the second" not in str(ranks.error)
-
-
 def test_a_server_that_died_is_named_though_another_engine_told_of_its_failure_first():
     """A death ends the collective for the other engines as well."""
     session = SimpleNamespace(abort=lambda *_: None)
@@ -100,32 +90,25 @@ def test_a_server_that_died_is_named_though_another_engine_told_of_its_failure_f
     requests = [failed_request(BAD), failed_request(LOST)]
     engines = [EngineRank("", session, request, arrangements) for request in requests]
     report = SyncReport(mode="disaggregated", replica=None)
-    ranks = RanksInStep(TrainerGroup())
-    delivery = MappedDelivery(engines, SETTINGS, report)
-    run = Sessions(engines, delivery, ranks, SETTINGS, report)
-    ranks.run_if_ok(Mock(side_effect=EngineFailed("Connection reset by peer")))
-    assert not ranks.agree()
+    sessions = Sessions(TrainerRanks(), SETTINGS, report, engines)
     with pytest.raises(WeightSyncError) as raised:
-        run.end(defers_reply=False)
+        sessions.fail(EngineFailed("Connection reset by peer"), can_repeat=True)
     told = str(raised.value)
     assert told.index("Connection reset by peer") < told.index(str(LOST))
     assert str(BAD) not in told, "its session has told of that"
 
 
-class Losing(Group):
+class Losing(Watched):
     """Loses a rank at the first call."""
 
-    def agree(self, failure=None, *, is_ready=True, signature=0):
-        super().agree(failure, is_ready=is_ready, signature=signature)
+    def _exchange(self, turn):
+        super()._exchange(turn)
         raise RankLost("rank 2 did not answer")
 
 
 def test_nobody_is_asked_once_a_rank_is_lost():
     events = []
-    ranks = RanksInStep(Losing(events))
-    ranks.run_if_ok(lambda: [][0])
-    assert not ranks.agree()
-    assert not ranks.agree()
-    assert events == ["agree"]
+    sessions = Sessions(Losing(events), SETTINGS, SyncReport(mode="flattened", replica=0))
     with pytest.raises(RankLost, match=r"(?s)rank 2 did not answer.*IndexError"):
-        ranks.raise_error()
+        sessions.fail(IndexError("list index out of range"), can_repeat=True)
+    assert events == ["fails"]

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from unit.serving_engine import ServingEngine, colocated, synced
-from unit.trainer_ranks import TIMEOUT_S, WORLD_SIZE, trainer_group
+from unit.trainer_ranks import TIMEOUT_S, WORLD_SIZE, trainer_ranks
 from verl_sglang_sync import WeightSyncError
 from verl_sglang_sync.sources.export import Reexport
 
@@ -106,7 +106,7 @@ def _export(case, outcome, group):
 
 def sync(case):
 
-    group, is_leader = trainer_group(case.tp)
+    ranks, is_leader = trainer_ranks(case.tp)
     export_group = None
     if case.export_timeout_s is not None:
         export_group = dist.new_group(timeout=timedelta(seconds=case.export_timeout_s))
@@ -117,7 +117,7 @@ def sync(case):
         engine.models[case.load_fails[1]].fails_at = case.load_fails[2]
     limits = {"bucket_bytes": 4 * 256, "request_timeout_s": TIMEOUT_S}
     keys = {"manifest_check": "off", "free_cache_engine": False, **limits}
-    weight_sync = colocated(engine if is_leader else None, case.mode, group, **keys)
+    weight_sync = colocated(engine if is_leader else None, case.mode, ranks, **keys)
     weights = _export(case, outcome, export_group)
     if case.export_fails == (dist.get_rank(), -1):
         weights = Reexport(Mock(side_effect=RuntimeError("the export was not begun")))

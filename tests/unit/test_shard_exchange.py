@@ -20,7 +20,7 @@ from unit.route_ranks import (
     sharded,
 )
 from unit.strided_moves import indices
-from unit.trainer_ranks import WORLD_SIZE, trainer_group
+from unit.trainer_ranks import WORLD_SIZE, trainer_ranks
 from verl_sglang_sync.sources import source_map
 
 
@@ -116,7 +116,7 @@ def refused_exports():
     from verl_sglang_sync.sources.export import transformed
     from verl_sglang_sync.sources.source_map import SourceMap
 
-    export, group = export_of(sharded("moe")), trainer_group(2)[0]
+    export, group = export_of(sharded("moe")), trainer_ranks(2)[0]
     return {
         name: SourceMap(group, CPU).trace(transformed(export, change)).text
         for name, (change, _) in EXPORTS.items()

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from support.settings import settings_of
 from unit.failed_replies import BAD, LOST, failed_request
 from unit.serving_engine import ServingEngine, costs_of
-from unit.trainer_ranks import WORLD_SIZE, trainer_group
+from unit.trainer_ranks import WORLD_SIZE, trainer_ranks
 from verl_sglang_sync import WeightSyncError
-from verl_sglang_sync.collective import TrainerGroup
+from verl_sglang_sync.ranks import TrainerRanks
 from verl_sglang_sync.report import SyncReport
 
 UPDATE = ("update", "1")
@@ -32,12 +32,12 @@ def make_manager(events, *, fails=None, tp=None, **settings):
     """A manager, of one process or of a rank with `tp` ranks to a replica; and its engine."""
     from verl_sglang_sync.sync.sharding_manager import SGLangShardingManager
 
-    group, is_leader = trainer_group(tp) if tp else (TrainerGroup(), True)
+    ranks, is_leader = trainer_ranks(tp) if tp else (TrainerRanks(), True)
     engine = ServingEngine(events, fails, tp=tp or 1) if is_leader else None
     manager = SGLangShardingManager(
         engine=engine,
         settings=settings_of(**{"bucket_bytes": 256, **settings}),
-        group=group,
+        ranks=ranks,
         device=torch.device("cpu"),
         replica=dist.get_rank() // tp if tp else 7,
     )

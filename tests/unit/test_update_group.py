@@ -200,7 +200,7 @@ def test_a_group_that_is_not_formed_in_time_names_who_is_silent_and_is_left(answ
 
 def test_every_trainer_rank_names_the_limit_of_a_group_that_is_not_formed_in_time(monkeypatch):
     place = GroupPlace("weight_sync_a", "127.0.0.1", 1, 2)
-    trainers = SimpleNamespace(all_gather=lambda _: [place, None])
+    trainers = SimpleNamespace(gather=lambda _: [place, None])
     monkeypatch.setattr(update_groups, "in_thread", lambda *_: Future())
     settings = {"address": "", "device": CPU, "timeout_s": 0.05, "trainers": trainers}
     with pytest.raises(UpdateGroupError, match=r"not all ranks came within 0.05 s, of timeouts_s"):

@@ -65,19 +65,18 @@ def _join(rank, rendezvous):
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=WORLD_SIZE)
 
 
-_groups = {}
+_ranks = {}
 
 
-def trainer_group(tp):
-    """The group of this rank where each replica has `tp` ranks, kept from case to case."""
+def trainer_ranks(tp):
+    """The trainer's ranks, where each replica has `tp`, kept from case to case."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    from verl_sglang_sync.collective import TorchTrainerGroup
+    from verl_sglang_sync.ranks import TrainerRanks
 
-    if tp not in _groups:
+    if tp not in _ranks:
         mesh = init_device_mesh("cpu", (WORLD_SIZE // tp, tp), mesh_dim_names=("dp", "infer_tp"))[
             "infer_tp"
         ]
-        group = TorchTrainerGroup(timeout_s=TIMEOUT_S, tp_mesh=mesh)
-        _groups[tp] = group, mesh.get_local_rank() == 0
-    return _groups[tp]
+        _ranks[tp] = TrainerRanks(timeout_s=TIMEOUT_S, tp_mesh=mesh), mesh.get_local_rank() == 0
+    return _ranks[tp]

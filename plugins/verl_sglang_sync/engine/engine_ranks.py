@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from sglang_loader.common.ranks import drop_frames
 from sglang_loader.common.session.messages import SESSION_FORMAT, PeerLost, SessionError
 from verl_sglang_sync.engine.arrangements import EngineArrangements
 from verl_sglang_sync.engine.server_client import operations
@@ -129,13 +130,6 @@ class OpeningRequest:
             logger.warning("the weights were published, but the reply was lost: %s", error)
 
 
-def drop_frames(error: BaseException | None) -> None:
-    """Drop the tracebacks of an error and of its causes: their frames keep tensors in memory."""
-    while error is not None:
-        error.with_traceback(None)
-        error = error.__cause__ or error.__context__
-
-
 @dataclass(frozen=True)
 class EngineRank:
     """One engine rank.
@@ -164,18 +158,11 @@ class EngineRank:
             raise kind(f"{self.name}: {error}") from error
 
 
-def for_each(engines: Sequence[EngineRank], step: Callable[[EngineRank], Result]) -> list[Result]:
-    """Results of a step for every engine rank; an error names its engine rank."""
-    results = []
-    for engine in engines:
-        with engine.naming_errors():
-            results.append(step(engine))
-    return results
-
-
 def poll(engines: Sequence[EngineRank]) -> None:
     """Process the messages of the engine ranks; raise if one has failed, or left its session."""
-    for_each(engines, lambda engine: engine.session.poll())
+    for engine in engines:
+        with engine.naming_errors():
+            engine.session.poll()
 
 
 def wait_for(

@@ -30,11 +30,12 @@ from sglang_loader.common.broadcast.update_group import (
     secret_of,
     was_left,
 )
+from sglang_loader.common.ranks import Ranks
 from sglang_loader.common.threads import in_thread
-from verl_sglang_sync.collective import TrainerGroup, own_rank, world_size
 from verl_sglang_sync.engine.server_client import operations
 from verl_sglang_sync.engine.server_client.client import SGLangServerClient
 from verl_sglang_sync.engine.server_client.errors import ServerError
+from verl_sglang_sync.ranks import own_rank, world_size
 
 logger = logging.getLogger(__name__)
 
@@ -105,13 +106,13 @@ class UpdateGroups:
         address: str,
         device: torch.device,
         timeout_s: float,
-        trainers: TrainerGroup | None = None,
+        trainers: Ranks | None = None,
     ) -> None:
         self.address = address
         self.current: UpdateGroup | None = None
         self._device = device
         self._timeout_s = timeout_s
-        self._trainers = TrainerGroup() if trainers is None else trainers
+        self._trainers = Ranks() if trainers is None else trainers
         self._rank, self._num_trainers = 0, 1
         if trainers is not None:
             self._rank, self._num_trainers = own_rank(), world_size()
@@ -121,7 +122,7 @@ class UpdateGroups:
         """The group of exactly these replicas; collective.
 
         Args:
-            replicas: only those of the first rank are used; None: it has failed before.
+            replicas: on the first rank. None on the others.
 
         Raises:
             ValueError: no replicas.
@@ -130,11 +131,9 @@ class UpdateGroups:
         """
         chosen: GroupPlace | str | None = None
         meeting: MeetingPoint | None = None
-        try:
-            if self._rank == 0 and replicas is not None:
-                chosen, meeting = self._current_or_new(replicas)
-        finally:
-            chosen = self._trainers.all_gather(chosen)[0]
+        if self._rank == 0 and replicas is not None:
+            chosen, meeting = self._current_or_new(replicas)
+        chosen = self._trainers.gather(chosen)[0]
         if self.current is None or chosen != self.current.name:
             self.abandon()
             if not isinstance(chosen, GroupPlace):

@@ -15,17 +15,18 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
 
 from sglang_loader.common.broadcast.broadcast import POLL_S, Broadcast, BroadcastError, Transfer
+from sglang_loader.common.ranks import Ranks
 from sglang_loader.common.session.messages import BucketPiece, PeerLost, encode_pieces
-from verl_sglang_sync.collective import AGREE_EVERY_S
-from verl_sglang_sync.engine.engine_ranks import EngineRank, for_each, poll
+from verl_sglang_sync.engine.engine_ranks import EngineRank, poll
+from verl_sglang_sync.ranks import AGREE_EVERY_S
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.routes.route import Delivery, InStep, ReadyBucket
+from verl_sglang_sync.routes.route import Delivery, Poll, ReadyBucket
 from verl_sglang_sync.routes.shards.all_to_all import NUM_TRAVELLING
 
 REASON_WAIT_S = 2.0
@@ -38,26 +39,24 @@ class GroupDelivery(Delivery):
     Args:
         engines: all engine ranks of the group on the first trainer rank; none on the others.
         limit_s: longest time without progress, in seconds.
-        in_step: waits together with the other trainer ranks, if they send, too.
+        poll: waits together with the other trainer ranks, if they send, too.
         report: gets the seconds of "load", and of "pack" or "send".
     """
 
     def __init__(
-        self, engines: Sequence[EngineRank], limit_s: float, in_step: InStep, report: SyncReport
+        self, engines: Sequence[EngineRank], limit_s: float, poll: Poll, report: SyncReport
     ) -> None:
         self._engines = engines
         self._limit_s = limit_s
-        self._in_step = in_step
+        self._poll_ranks = poll
         self._report = report
         self._travelling: deque[tuple[int, Transfer]] = deque()
 
-    def _wait(self, num_receiving: int) -> bool:
-        """Wait until all engines receive this many buckets and another transfer may begin; False if
-        another rank has failed.
-        """
+    def _wait(self, num_receiving: int) -> None:
+        """Wait until all engines receive this many buckets and another transfer may begin."""
         deadline = time.monotonic() + self._limit_s
 
-        def is_ready() -> bool:
+        def is_ready() -> bool | None:
             pause = time.monotonic() + AGREE_EVERY_S
             while True:
                 poll(self._engines)
@@ -67,10 +66,10 @@ class GroupDelivery(Delivery):
                 if time.monotonic() > deadline:
                     self._raise_late(waiting)
                 if time.monotonic() > pause:
-                    return False
+                    return None
                 time.sleep(POLL_S)
 
-        return self._in_step(is_ready)
+        self._poll_ranks(is_ready)
 
     def _raise_late(self, waiting: Sequence[EngineRank]) -> NoReturn:
         within = f"within {self._limit_s:g} s"
@@ -111,29 +110,23 @@ class BroadcastDelivery(GroupDelivery):
     def __init__(
         self, engines: Sequence[EngineRank], group: Any, limit_s: float, report: SyncReport
     ) -> None:
-        super().__init__(engines, limit_s, _alone, report)
+        super().__init__(engines, limit_s, Ranks().poll, report)
         self._group = group
 
-    def deliver(self, ready: ReadyBucket) -> bool:
+    def deliver(self, ready: ReadyBucket) -> None:
         """Announce a bucket, and broadcast it as soon as all engines receive it."""
         index, bucket = ready.index, ready.bucket
         pieces = encode_pieces([BucketPiece(0, 0, 0, ready.nbytes)])
-        for_each(self._engines, lambda e: e.session.load(index, bucket, pieces, read_only=False))
+        for engine in self._engines:
+            with engine.naming_errors():
+                engine.session.load(index, bucket, pieces, read_only=False)
         with self._report.stage("load"):
             self._wait(index + 1)
         assert ready.storage is not None, "what is broadcast is packed"
         flat = torch.empty(0, dtype=torch.uint8, device=ready.storage.device).set_(ready.storage)
         self._travelling.append((index, Broadcast(flat[: ready.nbytes], self._group)))
-        return True
 
     def make_room(self) -> None:
         """Wait until the buffer that the next bucket is packed into has been sent."""
         with self._report.stage("send"):
             self._wait(0)
-
-
-def _alone(step: Callable[[], bool]) -> bool:
-    """Repeat a step until it returns True; the `InStep` of a single rank."""
-    while not step():
-        pass
-    return True

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from sglang_loader.common.regions.arrangement import arranged_nbytes
-from verl_sglang_sync.collective import own_rank, world_size
+from verl_sglang_sync.ranks import own_rank, world_size
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.route import ReadyBucket, RouteContext
 from verl_sglang_sync.routes.shards.all_to_all import NUM_TRAVELLING

@@ -23,7 +23,7 @@ class MappedDelivery(Delivery):
     _report: SyncReport
     _num_packed: int = field(default=0, init=False)
 
-    def deliver(self, ready: ReadyBucket) -> bool:
+    def deliver(self, ready: ReadyBucket) -> None:
         """Have a bucket loaded; the handle of a buffer that is not mapped is sent with it."""
         self._num_packed += 1
         for session in (engine.session for engine in self._engines):
@@ -36,7 +36,6 @@ class MappedDelivery(Delivery):
             session.load(
                 ready.index, ready.bucket, pieces, read_only=False, arranged=ready.arranged
             )
-        return True
 
     def make_room(self) -> None:
         num_read = self._num_packed + 1 - self._settings.num_staging_buffers

@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any
 
-from verl_sglang_sync.collective import Reason
+from sglang_loader.common.ranks import Reason
 from verl_sglang_sync.engine.engine_ranks import EngineRank
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.pull.route import Pull
 from verl_sglang_sync.routes.route import (
     Delivery,
     ExportedSync,
-    InStep,
+    Poll,
     ReadyBucket,
     Recovery,
     RouteContext,
@@ -96,7 +96,7 @@ class PullAndSend(Send):
         is_retried = self._pull.begin_sync()
         return super().begin_sync() or is_retried
 
-    def recover(self, cause: Exception | None, weights: Iterable[NamedTensor]) -> Recovery:
+    def recover(self, cause: BaseException | None, weights: Iterable[NamedTensor]) -> Recovery:
         self._pull.recover(cause, weights)
         return super().recover(cause, weights)  # engines get other groups, unknown to the plan
 
@@ -123,10 +123,10 @@ class PulledAndSent(SyncSource, Delivery):
     def start(self) -> None:
         self._pulled.start()
 
-    def delivery(self, engines: Sequence[EngineRank], in_step: InStep) -> Delivery:
+    def delivery(self, engines: Sequence[EngineRank], poll: Poll) -> Delivery:
         near = [each for each in engines if each.arrangements.reads_in_place]
         far = [each for each in engines if not each.arrangements.reads_in_place]
-        pulled, sent = self._pulled.delivery(near, in_step), self._sent.delivery(far, in_step)
+        pulled, sent = self._pulled.delivery(near, poll), self._sent.delivery(far, poll)
         assert pulled is not None and sent is not None
         self._deliveries = pulled, sent
         return self
@@ -134,8 +134,9 @@ class PulledAndSent(SyncSource, Delivery):
     def __iter__(self) -> Iterator[ReadyBucket]:
         return iter(self._sent)
 
-    def deliver(self, ready: ReadyBucket) -> bool:
-        return all(each.deliver(ready) for each in self._deliveries)
+    def deliver(self, ready: ReadyBucket) -> None:
+        for delivery in self._deliveries:
+            delivery.deliver(ready)
 
     def confirm(self) -> None:
         self._pulled.confirm()

@@ -42,8 +42,8 @@ from typing import ClassVar, TypeAlias
 
 import torch
 
+from sglang_loader.common.ranks import Ranks, Reason
 from sglang_loader.common.session.messages import Loaded
-from verl_sglang_sync.collective import Reason, TrainerGroup
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.arrangements import EngineArrangements
 from verl_sglang_sync.engine.engine_ranks import EngineRank
@@ -84,8 +84,8 @@ class ReadyBucket:
     nbytes: int = 0
 
 
-InStep: TypeAlias = Callable[[Callable[[], bool]], bool]
-"""Repeats a step, all ranks in step, until it was True on all; False after a failure anywhere."""
+Poll: TypeAlias = Callable[[Callable[[], bool | None]], object]
+"""`Ranks.poll` of a sync's ranks."""
 
 
 class Delivery:
@@ -94,8 +94,8 @@ class Delivery:
     Both methods raise what a session raises, and name the engine rank.
     """
 
-    def deliver(self, ready: ReadyBucket) -> bool:
-        """Have the next bucket loaded; False if another rank has failed: the sync is over."""
+    def deliver(self, ready: ReadyBucket) -> None:
+        """Have the next bucket loaded."""
         raise NotImplementedError
 
     def make_room(self) -> None:
@@ -121,7 +121,7 @@ class SyncSource:
     def start(self) -> None:
         """Prepare the first bucket."""
 
-    def delivery(self, engines: Sequence[EngineRank], in_step: InStep) -> Delivery | None:
+    def delivery(self, engines: Sequence[EngineRank], poll: Poll) -> Delivery | None:
         """How these buckets get to this rank's engine ranks; None: as packed ones do."""
         return None
 
@@ -183,14 +183,14 @@ class RouteContext:
             trainer rank of its number; else they have devices of their own, and come and go.
     """
 
-    group: TrainerGroup
+    ranks: Ranks
     device: torch.device
     settings: WeightSyncConfig
     readers: Callable[[], Sequence[EngineArrangements]]
     first_reader: int = 0
 
     def __post_init__(self) -> None:
-        self.source_map = SourceMap(self.group, self.device)
+        self.source_map = SourceMap(self.ranks, self.device)
         self.stream = BucketStream(self.settings.bucket_bytes)
 
     @property
@@ -220,7 +220,7 @@ class Route:
     def __init__(self, context: RouteContext, *, is_wanted: bool) -> None:
         self.state = RouteState.UNTRIED
         self.reason: str | None = None
-        self._group = context.group
+        self._ranks = context.ranks
         self._device = context.device
         self._source_map = context.source_map
         self._stream = context.stream
@@ -351,7 +351,7 @@ class Route:
             when = f"tried again in {self._distance} sync{'s' * (self._distance > 1)}"
         logger.warning("weight sync: %s (%s): %s", self.not_taken, when, reason)
 
-    def recover(self, cause: Exception | None, weights: Iterable[NamedTensor]) -> Recovery:
+    def recover(self, cause: BaseException | None, weights: Iterable[NamedTensor]) -> Recovery:
         """How a sync by this route that failed, on this rank by `cause`, is made again."""
         self.note_outdated()
         return Recovery.EXPORT

@@ -24,7 +24,7 @@ from sglang_loader.common.broadcast.broadcast import Transfer
 from verl_sglang_sync.engine.engine_ranks import EngineRank
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.broadcast import GroupDelivery
-from verl_sglang_sync.routes.route import Delivery, InStep, ReadyBucket, RouteContext
+from verl_sglang_sync.routes.route import Delivery, Poll, ReadyBucket, RouteContext
 from verl_sglang_sync.routes.shards.shard_route import ShardBuckets, ShardPlan, ShardRoute
 
 
@@ -52,8 +52,8 @@ class SentBuckets(ShardBuckets):
     def __iter__(self) -> Iterator[ReadyBucket]:
         return starmap(ReadyBucket, enumerate(self.plan.buckets))
 
-    def delivery(self, engines: Sequence[EngineRank], in_step: InStep) -> Delivery:
-        return SendDelivery(self, self._route, engines, in_step)
+    def delivery(self, engines: Sequence[EngineRank], poll: Poll) -> Delivery:
+        return SendDelivery(self, self._route, engines, poll)
 
     def end(self) -> None:
         self.report.num_sent += len(self.plan.buckets)
@@ -65,13 +65,13 @@ class SendDelivery(GroupDelivery):
     """Sends buckets by the all-to-alls of a plan: what this rank sends."""
 
     def __init__(
-        self, sent: SentBuckets, route: Send, engines: Sequence[EngineRank], in_step: InStep
+        self, sent: SentBuckets, route: Send, engines: Sequence[EngineRank], poll: Poll
     ) -> None:
-        super().__init__(engines, route._limit_s, in_step, sent.report)
+        super().__init__(engines, route._limit_s, poll, sent.report)
         self._plan, self._group = sent.plan, route._process_group()
         self._nothing = torch.empty(0, dtype=torch.uint8, device=route._device)
 
-    def deliver(self, ready: ReadyBucket) -> bool:
+    def deliver(self, ready: ReadyBucket) -> None:
         """Announce a bucket, and send it as soon as all engine ranks receive it."""
         for reader, engine in enumerate(self._engines):
             with engine.naming_errors():
@@ -85,11 +85,9 @@ class SendDelivery(GroupDelivery):
                 )
         for number in self._plan.all_to_all.numbers_of(ready.index):
             with self._report.stage("load"):
-                if not self._wait(ready.index + 1):
-                    return False
+                self._wait(ready.index + 1)
             with self._report.stage("pack"):
                 self._start(number, ready.index)
-        return True
 
     def _start(self, number: int, index: int) -> None:
         moves, nothing = self._plan.all_to_all, self._nothing

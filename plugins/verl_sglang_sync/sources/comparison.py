@@ -16,9 +16,10 @@ from dataclasses import dataclass
 import torch
 
 from sglang_loader.common.copies.strided import copy_views
+from sglang_loader.common.ranks import Reason, attempt
 from sglang_loader.common.regions.compose import shard_copies
 from sglang_loader.common.regions.geometry import StridedCopy
-from verl_sglang_sync.collective import Reason, own_rank, result_or_reason
+from verl_sglang_sync.ranks import own_rank
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport
 from verl_sglang_sync.sources.snapshot import memory_of
@@ -50,7 +51,7 @@ class Comparison:
     def add(self, exported: Iterable[NamedTensor]) -> None:
         """Compare tensors; never raises: the other ranks need this one's in the export."""
         if self.problem is None:
-            _, reason = result_or_reason(lambda: self._add(exported), NotTraceable)
+            _, reason = attempt(lambda: self._add(exported), NotTraceable)
             self.problem = self.problem or reason
 
     def finish(self) -> Reason | None:
@@ -101,7 +102,7 @@ class Comparison:
         answers, self._differences, self._ahead_bytes = self._differences, [], 0
         if not answers or self.problem is not None:
             return
-        differ, self.problem = result_or_reason(
+        differ, self.problem = attempt(
             lambda: torch.stack([answer.to(self.device) for _, answer in answers]).tolist()
         )
         if differ is not None and True in differ:

@@ -1,6 +1,6 @@
 """Compares the copies of a shard that several trainer ranks hold, and that should be equal.
 
-    difference = differing_replicas(traced, now, group, device)    # collective; None: all are equal
+    difference = differing_replicas(traced, now, all_ranks, device)   # None: all are equal
 
 An engine rank reads a shard from the holder that is nearest to it. If holders differ, then engines
 serve different models, and the TP ranks of one engine may serve parts of different models. verl's
@@ -22,13 +22,8 @@ import torch
 
 from sglang_loader.common.copies.strided import synchronize
 from sglang_loader.common.digest import digests_on_host
-from verl_sglang_sync.collective import (
-    ReplicasDiffer,
-    TrainerGroup,
-    common_reason,
-    own_rank,
-    result_or_reason,
-)
+from sglang_loader.common.ranks import Ranks as AllRanks
+from verl_sglang_sync.ranks import ReplicasDiffer, own_rank
 from verl_sglang_sync.report import logger, warn_once
 from verl_sglang_sync.sources.export_trace import TracedExport
 from verl_sglang_sync.sources.snapshot import memory_of
@@ -66,7 +61,7 @@ class ReplicaDifference:
 def differing_replicas(
     traced: TracedExport,
     now: Mapping[str, torch.Tensor],
-    group: TrainerGroup,
+    all_ranks: AllRanks,
     device: torch.device,
 ) -> ReplicaDifference | None:
     """Compare the copies of all shards that several ranks hold; collective.
@@ -81,16 +76,15 @@ def differing_replicas(
     """
     if all(len(ranks) == 1 for owners in traced.owners for ranks in owners.holders):
         return None
-    own, reason = result_or_reason(lambda: _own_digests(traced, now, device))
-    if (failed := common_reason(group, reason)) is not None:
+    own, failed = all_ranks.step(lambda: _own_digests(traced, now, device))
+    if own is None:
         warn_once(f"the trainer ranks' copies of parameters are not compared: {failed}")
         return None
-    assert own is not None, "no rank has a reason"
     sums = {ranks: hashlib.sha256(repr(found).encode()).digest() for ranks, found in own.items()}
-    differing = _unequal(group.all_gather(sums))
+    differing = _unequal(all_ranks.gather(sums))
     if differing is None:
         return None
-    by_rank = group.all_gather(own[differing] if own_rank() in differing else None)
+    by_rank = all_ranks.gather(own[differing] if own_rank() in differing else [])
     for number, (parameter, _) in enumerate(by_rank[differing[0]]):
         copies: defaultdict[object, list[int]] = defaultdict(list)
         for rank in differing:
@@ -130,7 +124,7 @@ def _unequal(by_rank: Sequence[Mapping[Ranks, bytes]]) -> Ranks | None:
 def check_replicas(
     difference: ReplicaDifference | None,
     readers: Sequence[tuple[object, int]],
-    group: TrainerGroup,
+    all_ranks: AllRanks,
 ) -> None:
     """Raise on all ranks if an engine's TP ranks would read different copies; collective if there
     is a difference. Engines that serve different models, each of them whole, are a warning.
@@ -145,7 +139,7 @@ def check_replicas(
     if difference is None:
         return
     by_replica: defaultdict[object, list[int]] = defaultdict(list)
-    for of_rank in group.all_gather(list(readers)):
+    for of_rank in all_ranks.gather(list(readers)):
         for replica, number in of_rank:
             by_replica[replica].append(number)
     cause = (

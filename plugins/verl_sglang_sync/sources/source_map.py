@@ -1,6 +1,6 @@
 """Where every exported tensor lies in the trainer ranks' parameters: traced once, for all routes.
 
-    source_map = SourceMap(group, device)
+    source_map = SourceMap(ranks, device)
     reason = source_map.trace(export)             # collective; why it cannot be traced, or None
     source_map.traced.tensors["lm_head.weight"]   # which bytes of which parameter
     now = source_map.current(export, traced)      # the parameters; raises if they were replaced
@@ -33,15 +33,8 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from verl_sglang_sync.collective import (
-    Reason,
-    TrainerGroup,
-    common_reason,
-    holds_everywhere,
-    own_rank,
-    result_or_reason,
-    world_size,
-)
+from sglang_loader.common.ranks import Ranks, Reason, attempt
+from verl_sglang_sync.ranks import own_rank, world_size
 from verl_sglang_sync.sources.comparison import Comparison
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.export_trace import (
@@ -71,9 +64,9 @@ class SourceMap:
             equal on all ranks; None: it may be traced.
     """
 
-    def __init__(self, group: TrainerGroup, device: torch.device) -> None:
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
         self.off_reason: Reason | None = None
-        self._group = group
+        self._ranks = ranks
         self._device = device
         self._trace: Trace | None = None
         self._own_trace: Trace | None = None  # not merged yet with those of the other ranks
@@ -87,21 +80,19 @@ class SourceMap:
         """False if an export must be made before it is traced; collective."""
         if not getattr(sources_of(export), "needs_an_export", False):
             return True
-        return holds_everywhere(self._group, self.is_traced(export))
+        return self._ranks.all(self.is_traced(export))
 
     def begin_comparison(self, export: Iterable[NamedTensor]) -> Comparison:
         """`trace`, to compare what is exported next with the parameters; collective."""
         if (reason := self.trace(export)) is not None:
             return Comparison(None, {}, self._device, reason)
-        now, problem = result_or_reason(
-            lambda: self.current(export, self.traced), passing=(SourcesChanged,)
-        )
+        now, problem = attempt(lambda: self.current(export, self.traced), passing=(SourcesChanged,))
         return Comparison(self.traced, now or {}, self._device, problem)
 
     def is_current(self, comparison: Comparison, export: Iterable[NamedTensor]) -> bool:
         """True if what was traced for a comparison still holds; collective."""
         is_last = self._trace is not None and self._trace[0] is comparison.traced
-        return holds_everywhere(self._group, is_last and self.is_traced(export))
+        return self._ranks.all(is_last and self.is_traced(export))
 
     def is_traced(self, export: Iterable[NamedTensor]) -> bool:
         """True if the last trace is of this export, and of parameters like this rank's now."""
@@ -111,20 +102,20 @@ class SourceMap:
         """Do the part of the next `trace` that needs no other rank; that reports what fails."""
         if self.off_reason is not None or self.is_traced(export) or _holds(self._own_trace, export):
             return
-        self._own_trace, _ = result_or_reason(lambda: self._traced_anew(export), NotTraceable)
+        self._own_trace, _ = attempt(lambda: self._traced_anew(export), NotTraceable)
 
     def trace(self, export: Iterable[NamedTensor]) -> Reason | None:
         """Trace the export, unless the last trace holds; collective; returns why it failed."""
         if self.off_reason is not None:
             return self.off_reason
-        if holds_everywhere(self._group, self.is_traced(export)):
+        if self._ranks.all(self.is_traced(export)):
             return None
         self._trace, self._own_trace, reason = self._own_trace, None, None
         if not self.is_traced(export):
-            self._trace, reason = result_or_reason(
+            self._trace, reason = attempt(
                 lambda: self._traced_anew(export), NotTraceable, passing=(SourcesChanged,)
             )
-        reason = common_reason(self._group, reason) or self._merge()
+        reason = self._ranks.joined(self._ranks.gather(reason)) or self._merge()
         if reason is not None:
             self._trace = None
             self.off_reason = reason if reason.is_final else None
@@ -135,11 +126,11 @@ class SourceMap:
         assert self._trace is not None
         traced, snapshot = self._trace
         own = TraceSummary.of(traced)
-        summaries: list[TraceSummary] = self._group.all_gather(own)
+        summaries: list[TraceSummary] = self._ranks.gather(own)
         if len(set(summaries)) > 1:
             checksums = [each.structure_checksum for each in summaries]
             is_first = checksums.index(own.structure_checksum) == own_rank()
-            traces = self._group.all_gather(traced if is_first else None)
+            traces = self._ranks.gather(traced if is_first else None)
             try:
                 self._trace = merge_traces(summaries, traces), snapshot
             except NotTraceable as error:
@@ -175,7 +166,7 @@ def _holds(trace: Trace | None, export: Iterable[NamedTensor]) -> bool:
     """True if a trace is of parameters like those now; if asking fails, so will tracing anew."""
     if trace is None:
         return False
-    _, reason = result_or_reason(lambda: trace[1].require_unchanged(require_sources(export)()))
+    _, reason = attempt(lambda: trace[1].require_unchanged(require_sources(export)()))
     return reason is None
 
 

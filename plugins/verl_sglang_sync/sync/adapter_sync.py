@@ -7,16 +7,9 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from verl_sglang_sync.collective import (
-    Reason,
-    TrainerGroup,
-    WeightSyncError,
-    common_reason,
-    result_or_reason,
-    run_in_step,
-)
 from verl_sglang_sync.engine.engine_ranks import Engine
 from verl_sglang_sync.engine.server_client.operations import Call
+from verl_sglang_sync.ranks import TrainerRanks, WeightSyncError, run_on_all
 from verl_sglang_sync.report import SyncReport
 
 logger = logging.getLogger(__name__)
@@ -39,11 +32,15 @@ class AdapterUpdate:
     refusal: str | None = None
 
 
+class AdapterRefused(RuntimeError):
+    """Engines would serve another policy than the adapter is."""
+
+
 class AdapterSync:
     """Replaces the adapter of engines. Every trainer rank has one such object for all syncs."""
 
-    def __init__(self, group: TrainerGroup) -> None:
-        self._group = group
+    def __init__(self, ranks: TrainerRanks) -> None:
+        self._ranks = ranks
         self._with_adapter: set[str] = set()  # engines that may serve an adapter already
 
     async def sync(
@@ -62,13 +59,18 @@ class AdapterSync:
             WeightSyncError: on every rank, if any rank failed; each engine then serves the new
                 state, the old one, or no adapter. After a refusal no engine was sent anything.
         """
-        with report.stage("export"):
-            adapter, reason = result_or_reason(collect)
-        if adapter is not None and adapter.refusal is not None:
-            reason = Reason(adapter.refusal, is_final=True)
-        if reason := common_reason(self._group, reason):
-            raise WeightSyncError(f"the LoRA adapter was not exported\n{reason}")
-        assert adapter is not None, "no rank has failed"
+
+        def collected() -> AdapterUpdate:
+            with report.stage("export"):
+                adapter = collect()
+            if adapter.refusal is not None:
+                raise AdapterRefused(adapter.refusal)
+            return adapter
+
+        with self._ranks.stage():
+            adapter, reason = self._ranks.step(collected, AdapterRefused)
+            if adapter is None:
+                raise WeightSyncError(f"the LoRA adapter was not exported\n{reason}")
 
         for stage, call, names in (
             (UNLOAD, adapter.unload, self._with_adapter & engines.keys()),
@@ -78,7 +80,7 @@ class AdapterSync:
             if names:
                 work = _on_each([engines[name] for name in names], call, report, stage)
                 self._with_adapter |= names
-            await run_in_step(self._group, stage, work)
+            await run_on_all(self._ranks, stage, work)
         report.count_bucket(adapter.num_tensors, adapter.nbytes)
         report.sent_bytes += adapter.nbytes
 

@@ -1,6 +1,6 @@
 """The engine ranks that a trainer rank syncs, and how its packed buckets get to them.
 
-    sessions, delivery = engines.open(stack, ranks, task, proof)  # collective; one, many, or none
+    delivery = engines.open(stack, engine_ranks, task, proof)   # fills the list: one, many, or none
     delivery.deliver(bucket)
     engines.abandon()                   # a sync has failed: drop what the next must not use
 
@@ -15,23 +15,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 from sglang_loader.common.session.folder import remove_orphans
 from sglang_loader.common.session.messages import Proof
-from verl_sglang_sync.collective import TrainerGroup, world_size
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.arrangements import EngineArrangements
 from verl_sglang_sync.engine.engine_ranks import Engine, EngineRank, OpeningRequest
 from verl_sglang_sync.engine.session import SentHandles, SessionSockets, TrainerSession
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroup, UpdateGroups
+from verl_sglang_sync.ranks import TrainerRanks, own_rank, world_size
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.broadcast import BroadcastDelivery
 from verl_sglang_sync.routes.mapped_delivery import MappedDelivery
 from verl_sglang_sync.routes.route import Delivery
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.memory_blocks import BlockNames
-from verl_sglang_sync.sync.ranks_in_step import RanksInStep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +43,6 @@ class SyncTask:
     replicas: Sequence[Replica]
 
 
-Opened: TypeAlias = tuple[Sequence[EngineRank], Delivery]
-"""A trainer rank's sessions, which may be none, and how packed buckets get to their engines."""
-
-
 @dataclass(eq=False)
 class ColocatedEngine:
     """The engine rank on this trainer rank's device; `_engine` is the replica's server on its
@@ -55,7 +50,7 @@ class ColocatedEngine:
     """
 
     _engine: Engine | None
-    _group: TrainerGroup
+    _ranks: TrainerRanks
     _settings: WeightSyncConfig
 
     def __post_init__(self) -> None:
@@ -64,20 +59,17 @@ class ColocatedEngine:
         self._names, self._sent = BlockNames(), SentHandles()
 
     def open(
-        self, stack: ExitStack, ranks: RanksInStep, task: SyncTask, proof: Proof = "none"
-    ) -> Opened:
-        """Make this rank's session; the replica's leader sends the descriptors of all its ranks."""
+        self, stack: ExitStack, engines: list[EngineRank], task: SyncTask, proof: Proof
+    ) -> Delivery:
+        """Make this rank's session. The replica's leader requests those of all its ranks."""
         settings, request = self._settings, OpeningRequest(self._engine, task.version)
-        session = ranks.run_if_ok(
-            lambda: stack.enter_context(
-                TrainerSession(self.sockets, settings, self._names, self._sent, proof=proof)
-            )
-        )
-        gathered = self._group.gather(b"" if session is None else session.descriptor)
-        if gathered is not None and all(gathered):
-            ranks.run_if_ok(lambda: request.post(gathered))
-        engines = () if session is None else (EngineRank("", session, request, self.readers[0]),)
-        return engines, MappedDelivery(engines, settings, task.report)
+        session = TrainerSession(self.sockets, settings, self._names, self._sent, proof=proof)
+        stack.enter_context(session)
+        engines.append(EngineRank("", session, request, self.readers[0]))
+        descriptors, of_replica = self._ranks.gather(session.descriptor), self._ranks.replica_ranks
+        if own_rank() == of_replica[0]:
+            request.post([descriptors[rank] for rank in of_replica])
+        return MappedDelivery(engines, settings, task.report)
 
     def abandon(self) -> None:
         """Do nothing: no state is kept between syncs."""
@@ -110,26 +102,21 @@ class RemoteEngines:
         self._sent: dict[EngineArrangements, SentHandles] = {}
 
     def open(
-        self, stack: ExitStack, ranks: RanksInStep, task: SyncTask, proof: Proof = "none"
-    ) -> Opened:
-        """Make all sessions; form the groups before, unless those of the last sync can be used."""
-        settings, groups = self._settings, self._groups
-        engines: list[EngineRank] = []
+        self, stack: ExitStack, engines: list[EngineRank], task: SyncTask, proof: Proof
+    ) -> Delivery:
+        """Make all sessions, once the groups are formed that the last sync has not left."""
+        settings, senders = self._settings, ""
         group: UpdateGroup | None = None
-        if groups is not None:
-            group = ranks.run_if_ok(lambda: self._group_of(groups, task.replicas))
-        senders: str | None = ""
+        if self._groups is not None:
+            group = self._group_of(self._groups, task.replicas)
         if self._may_send():
-            self._sending = ranks.run_always(lambda: self._sending_group_of(group))
-            senders = None if self._sending is None else self._sending.name
-        if group is None or senders is None:
-            return (), MappedDelivery((), settings, task.report)
-        ranks.run_if_ok(
-            lambda: self._open_sessions(group, senders, stack, task.version, proof, engines)
-        )
+            self._sending = self._sending_group_of(group)
+            senders = self._sending.name
+        if group is None:
+            return MappedDelivery((), settings, task.report)
+        self._open_sessions(group, senders, stack, task.version, proof, engines)
         limit_s = settings.request_timeout_s
-        delivery = BroadcastDelivery(engines, group.process_group, limit_s, task.report)
-        return engines, delivery
+        return BroadcastDelivery(engines, group.process_group, limit_s, task.report)
 
     @property
     def sending_group(self) -> Any:
@@ -153,8 +140,10 @@ class RemoteEngines:
         return group
 
     def _sending_group_of(self, group: UpdateGroup | None) -> UpdateGroup:
-        """The group of all trainer ranks and the replicas that do not read in place; collective.
-        `group`: of the first rank and all replicas; None: it has failed, or this is another rank.
+        """Form the group of all trainer ranks and the replicas that do not read in place.
+
+        Args:
+            group: of the first rank and all replicas. None on the other ranks.
         """
         if group is None:
             return self._senders.with_replicas(None)

@@ -1,58 +1,180 @@
-"""The sessions of one trainer rank in one sync, step by step, in step with the other ranks.
+"""The sessions of one trainer rank in one sync, step by step, together with the other ranks.
 
-run = Sessions(*opened, ranks, settings, report)  # the requests have left
-run.meet()                              # all ranks: every engine rank has joined
-run.check_plans(source, proves=False)   # with what the way was proven with
-run.send(source)                        # each rank at its own pace
-run.finish(source, meanwhile)           # its engine ranks have read all
-loaded = run.wait_until_loaded()        # all ranks: every engine has judged what it has loaded
-run.commit(is_last=True)                # once all ranks have come so far
-run.end(defers_reply=True)              # all ranks leave together
+sessions = Sessions(ranks, settings, report)
+delivery = engines.open(stack, sessions.engines, task, proof)   # the requests have left
+sessions.meet(can_prove=True)                # all ranks: every engine rank has joined
+sessions.check_plans(source, proves=False)   # with what the way was proven with
+sessions.send(source, delivery)              # each rank at its own pace
+sessions.finish(source, meanwhile)           # its engine ranks have read all
+loaded = sessions.wait_until_loaded()        # all ranks: every engine has judged what it has loaded
+sessions.commit(is_last=True)                # once all ranks have come so far
+sessions.wait_for_replies()                  # all ranks leave together
+sessions.fail(error, can_repeat=True)        # instead of the steps that are left, after a failure
 """
 
 from __future__ import annotations
 
 import time
+import traceback
+import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NoReturn
 
+from sglang_loader.common.ranks import Interrupted, Ranks, RanksFailed, attempt
 from sglang_loader.common.session.messages import Loaded, PeerLost
-from verl_sglang_sync.collective import AGREE_EVERY_S
 from verl_sglang_sync.config import WeightSyncConfig
-from verl_sglang_sync.engine.engine_ranks import (
-    EngineRank,
-    OpeningRequest,
-    for_each,
-    poll,
-    wait_for,
-)
-from verl_sglang_sync.engine.session import EngineFailed
+from verl_sglang_sync.engine.engine_ranks import EngineRank, OpeningRequest, poll, wait_for
+from verl_sglang_sync.engine.server_client.errors import ReplyLost, ServerUnreachable
+from verl_sglang_sync.engine.session import EngineCannotMap, EngineFailed, Misfit, ProofFailed
+from verl_sglang_sync.ranks import AGREE_EVERY_S, RankLost, ReplicasDiffer, WeightSyncError
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.route import Delivery, SyncSource
-from verl_sglang_sync.sync.ranks_in_step import RanksInStep
+from verl_sglang_sync.sources.bucket_stream import Bucket
 
 MEET_TIMEOUT_S = 120.0
 GIVE_UP_S = 5.0
 """How long a failed sync waits for the replies, so that the engines are done when ranks leave."""
+MAY_BE_INCOMPLETE = "the engine's weights may be incomplete"
+MAY_SERVE = "the engine may serve the new weights already"
+
+
+class FallbackRefused(RuntimeError):
+    """The next syncs would be exported in full, and `on_fallback=error` forbids that."""
+
+
+HOPELESS = PeerLost | Misfit | FallbackRefused | ServerUnreachable | ReplyLost
+"""Errors of a sync that would come again if it were made again."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The end of a failed sync on one rank, as the other ranks are told.
+
+    Attributes:
+        may_be_served: an engine of the rank may serve the new weights already.
+        can_repeat: the rank can make the sync again, and may succeed then.
+        differs: a proof found other bytes.
+        cannot_map: an engine cannot map the trainer's memory.
+        details: what the rank has learnt since it failed, or None.
+    """
+
+    may_be_served: bool
+    can_repeat: bool
+    differs: bool
+    cannot_map: bool
+    details: object
+
+
+class SyncFailed(WeightSyncError):
+    """A sync failed, and all ranks have ended their sessions.
+
+    Attributes:
+        endings: by rank, equal on all ranks.
+    """
+
+    def __init__(self, failures: Sequence[str], endings: Sequence[Ending]) -> None:
+        self.endings = endings
+        state = MAY_SERVE if self.may_be_served else MAY_BE_INCOMPLETE
+        details = [f"rank {rank}: {e.details}" for rank, e in enumerate(endings) if e.details]
+        text = "\n".join((f"weight sync failed; {state}", *failures, *details))
+        super().__init__(text, failures)
+
+    @property
+    def may_be_served(self) -> bool:
+        """True if an engine may serve the new weights already."""
+        return any(ending.may_be_served for ending in self.endings)
+
+    @property
+    def can_repeat(self) -> bool:
+        """True if all ranks can make the sync again, and may succeed then."""
+        return all(ending.can_repeat for ending in self.endings)
 
 
 class WayOutdated(RuntimeError):
     """A fast way was prepared for other load plans than the engines hold now."""
 
 
-@dataclass(eq=False)
-class Sessions:
-    """The state of one sync's sessions: this rank's, which may be none.
+@dataclass(frozen=True)
+class Sent:
+    """The buckets that a trainer rank has sent, which are the same on all ranks.
 
     Attributes:
-        delivery: of buckets whose source has no other.
+        checksum: of the names, shapes and dtypes of their tensors.
     """
 
-    engines: Sequence[EngineRank]
-    delivery: Delivery
-    ranks: RanksInStep
+    num_buckets: int = 0
+    num_tensors: int = 0
+    checksum: int = 0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_tensors} tensors, whose names, shapes and dtypes have the checksum "
+            f"{self.checksum}"
+        )
+
+    def and_bucket(self, bucket: Bucket) -> Sent:
+        """Return what was sent with another bucket."""
+        num_tensors = self.num_tensors + len(bucket.layout.tensors)
+        checksum = zlib.crc32(bucket.digest.encode(), self.checksum)
+        return Sent(self.num_buckets + 1, num_tensors, checksum)
+
+
+@dataclass(eq=False)
+class Sessions:
+    """The state of this rank's sessions in one sync.
+
+    Attributes:
+        engines: one for each session. A rank may have none.
+        sent: what this rank has sent.
+        may_be_served: this rank has told its engine to publish, which has not refused.
+    """
+
+    ranks: Ranks
     settings: WeightSyncConfig
     report: SyncReport
+    engines: list[EngineRank] = field(default_factory=list)
+    sent: Sent = Sent()
+    may_be_served: bool = False
+
+    @property
+    def requests(self) -> list[OpeningRequest]:
+        """The requests that opened these sessions."""
+        return list(dict.fromkeys(engine.request for engine in self.engines))
+
+    def meet(self, *, can_prove: bool) -> bool:
+        """Wait until the engine ranks of all ranks have joined their sessions.
+
+        Args:
+            can_prove: this rank can make the export once more.
+
+        Returns:
+            True if a user has asked an engine for a proof, and all ranks can make it.
+        """
+        limit_s = min(MEET_TIMEOUT_S, self.settings.request_timeout_s)
+        deadline, unmet = time.monotonic() + limit_s, list(self.engines)
+
+        def join() -> tuple[bool, bool] | None:
+            while unmet:
+                engine = unmet[0]
+                with engine.naming_errors():
+                    if not engine.session.greet(engine.request.check, wait_s=AGREE_EVERY_S):
+                        if time.monotonic() > deadline:
+                            raise PeerLost(f"the engine did not join within {limit_s:g} s")
+                        return None
+                unmet.pop(0)
+            for request in self.requests:
+                request.check()
+            return self.asks_for_proof, can_prove
+
+        asking, able = zip(*self.ranks.poll(join), strict=True)
+        return any(asking) and all(able)
+
+    @property
+    def asks_for_proof(self) -> bool:
+        """True if a user has asked an engine of this rank for a proof."""
+        return any(engine.session.wants_proof for engine in self.engines)
 
     def check_plans(self, source: SyncSource, *, proves: bool) -> None:
         """Check that the joined engine ranks hold what the source's buckets are made for.
@@ -64,160 +186,166 @@ class Sessions:
             WayOutdated: an engine rank holds another load plan than the one that the way was
                 proven with, or other arrangements than its buckets have.
         """
-        needed = source.required_arrangements
         for engine in self.engines if not proves else ():
             if engine.session.plan != engine.arrangements.proven_plan:
                 raise WayOutdated("an engine's load plan is not the one of the proof")
+        needed = source.required_arrangements
         far = [engine for engine in self.engines if not engine.arrangements.reads_in_place]
         held = [engine.session.arrangements for engine in far]
         for digest, own in zip(needed, held, strict=True) if needed is not None else ():
             if digest not in ("", own):  # "": whole buckets, the engine may hold any
                 raise WayOutdated("an engine reads other parts of buckets than were planned")
 
-    @property
-    def requests(self) -> list[OpeningRequest]:
-        """Those that this rank's engine ranks were asked by."""
-        return list(dict.fromkeys(engine.request for engine in self.engines))
+    def send(self, source: SyncSource, delivery: Delivery) -> None:
+        """Send every bucket. The engines may still be at the last ones.
 
-    def meet(self) -> bool:
-        """Wait, all ranks in step, until each has met its engine ranks; False after a failure.
-
-        Only a rank that has sent a request can see it fail: the others learn of it here.
+        Args:
+            delivery: of buckets whose source has no other.
         """
-        limit_s = min(MEET_TIMEOUT_S, self.settings.request_timeout_s)
-        deadline, unmet = time.monotonic() + limit_s, list(self.engines)
-
-        def meet() -> bool:
-            while unmet:
-                engine = unmet[0]
-                with engine.naming_errors():
-                    if not engine.session.greet(engine.request.check, wait_s=AGREE_EVERY_S):
-                        if time.monotonic() > deadline:
-                            raise PeerLost(f"the engine did not join within {limit_s:g} s")
-                        return False
-                self.ranks.asks_for_proof |= engine.session.wants_proof
-                unmet.pop(0)
-            for request in self.requests:
-                request.check()
-            return True
-
-        return self.ranks.repeat_until_all(meet)
-
-    def send(self, source: SyncSource) -> None:
-        """Send every bucket; the engines may still be at the last ones."""
         report = self.report
-        delivery = source.delivery(self.engines, self.ranks.repeat_until_all) or self.delivery
+        delivery = source.delivery(self.engines, self.ranks.poll) or delivery
         for ready in source:
             bucket = ready.bucket
-            if not delivery.deliver(ready):
-                return
-            self.ranks.count(bucket)
+            delivery.deliver(ready)
+            self.sent = self.sent.and_bucket(bucket)
             report.count_bucket(len(bucket.layout.tensors), bucket.payload_bytes)
             report.num_arranged += ready.arranged
             report.sent_bytes += ready.nbytes if ready.arranged else bucket.payload_bytes
             if not bucket.is_last:
                 delivery.make_room()
-        if not self.ranks.num_buckets:
+        if not self.sent.num_buckets:
             raise ValueError("the trainer exported no tensor")
 
     def finish(self, source: SyncSource, meanwhile: Callable[[], None]) -> None:
-        """Call `meanwhile` while the engine ranks read to the end."""
-        ranks, asks = self.ranks, source.asks_for_arrangements
+        """Call `meanwhile` while this rank's engine ranks read to the end."""
+        asks, num_buckets = source.asks_for_arrangements, self.sent.num_buckets
         for engine in self.engines:
             with engine.naming_errors():
                 engine.session.finish(
-                    num_buckets=ranks.num_buckets,
-                    num_tensors=ranks.num_tensors,
+                    num_buckets=num_buckets,
+                    num_tensors=self.sent.num_tensors,
                     arrangements=engine.arrangements.held_digest if asks else None,
                 )
         meanwhile()
         limit_s = self.settings.request_timeout_s
         with self.report.stage("load"):
-            wait_for(self.engines, lambda s: s.num_done == ranks.num_buckets, limit_s)
+            wait_for(self.engines, lambda s: s.num_done == num_buckets, limit_s)
 
-    def wait_until_loaded(self) -> list[Loaded] | None:
-        """Wait, all ranks in step, until each engine rank reports how it has loaded.
-
-        An engine rank reports only once all TP ranks of its engine have loaded, which other trainer
-        ranks may have failed to bring about.
+    def wait_until_loaded(self) -> list[Loaded]:
+        """Wait until all ranks' engine ranks report how they have loaded.
 
         Returns:
-            None after a failure on any rank.
+            The reports of this rank's engine ranks.
         """
-        deadline = time.monotonic() + self.settings.request_timeout_s
+        limit_s = self.settings.request_timeout_s
+        deadline = time.monotonic() + limit_s
 
-        def have_loaded() -> bool:
+        def have_loaded() -> bool | None:
             pause = time.monotonic() + AGREE_EVERY_S
             while True:
                 poll(self.engines)
                 waiting = next((e for e in self.engines if e.session.loaded is None), None)
                 if waiting is None:
                     return True
+                # An engine rank reports only once all TP ranks of its engine have loaded, which
+                # other trainer ranks may have failed to bring about.
                 if time.monotonic() > deadline:
                     with waiting.naming_errors():
-                        raise PeerLost(f"not loaded within {self.settings.request_timeout_s:g} s")
+                        raise PeerLost(f"not loaded within {limit_s:g} s")
                 if time.monotonic() > pause:
-                    return False
+                    return None
                 waiting.session.wait_briefly()
 
         with self.report.stage("commit"):
-            if not self.ranks.repeat_until_all(have_loaded):
-                return None
+            self.ranks.poll(
+                have_loaded, same=self.sent, differ="the trainer ranks exported different tensors"
+            )
         return [e.session.loaded for e in self.engines if e.session.loaded is not None]
 
     def commit(self, *, is_last: bool) -> None:
-        """Have the weights published: all ranks have agreed that all is loaded.
+        """Have the weights published. All ranks have agreed that everything is loaded.
 
         Args:
             is_last: False: no request may run before the sync's next session has ended.
         """
-        self.ranks.may_be_served = True
+        self.may_be_served = True
         try:
             with self.report.stage("publish"):
-                for_each(
-                    self.engines,
-                    lambda e: e.session.commit(e.request.check_refused, is_last=is_last),
-                )
-                for_each(self.engines, lambda e: e.session.wait_until_published())
+                for engine in self.engines:
+                    with engine.naming_errors():
+                        engine.session.commit(engine.request.check_refused, is_last=is_last)
+                for engine in self.engines:
+                    with engine.naming_errors():
+                        engine.session.wait_until_published()
         except EngineFailed:  # its TP ranks have agreed to publish nothing
-            self.ranks.may_be_served = len(self.requests) > 1
+            self.may_be_served = len(self.requests) > 1
             raise
 
-    def end(self, *, defers_reply: bool) -> None:
-        """All ranks leave together.
+    def wait_for_replies(self, *, defers_reply: bool) -> None:
+        """Wait until the requests of all ranks are answered.
 
         Args:
-            defers_reply: a stage of the engine follows, after which the request's reply is looked
-                at: it is not waited for.
-
-        Raises:
-            WeightSyncError: on every rank, if any rank failed.
+            defers_reply: a stage of the engine follows, after which the reply is looked at. It is
+                not waited for now.
         """
-        ranks, requests = self.ranks, self.requests
 
-        def are_answered() -> bool:
+        def are_answered() -> bool | None:
             if defers_reply:
                 return True
-            have_come = all(request.wait(AGREE_EVERY_S) for request in requests)
-            if have_come:
-                for request in requests:
-                    request.result()
-            return have_come
+            requests = self.requests
+            if not all(request.wait(AGREE_EVERY_S) for request in requests):
+                return None
+            for request in requests:
+                request.result()
+            return True
 
-        if ranks.error is None:
-            with self.report.stage("reply"):
-                ranks.repeat_until_all(are_answered)
-        if ranks.error is not None:
-            lost = self._abort(ranks.error)
-            ranks.agree(learnt_since=lost)  # nobody leaves while an engine is still busy
-        ranks.raise_error()
+        with self.report.stage("reply"):
+            self.ranks.poll(are_answered)
+
+    def fail(self, error: BaseException, *, can_repeat: bool) -> NoReturn:
+        """End the failed sync: all ranks leave with the same error, once their engines are done.
+
+        Args:
+            error: of this rank, or one that all ranks raise.
+            can_repeat: this rank can make the sync again.
+
+        Raises:
+            WeightSyncError: on every rank. Its cause is the exception of this rank, if any.
+            Interrupted: instead of it, for an interrupt of this rank.
+        """
+        is_own = not isinstance(error, RanksFailed)
+        own = "".join(traceback.format_exception(error)) if is_own else ""
+        try:
+            self.ranks.check(error)
+        except RanksFailed as failed:
+            shared = failed
+        if isinstance(shared, RankLost):
+            self._abort(str(shared))
+            served = MAY_SERVE if self.may_be_served else ""
+            lost = RankLost("\n".join(filter(None, (str(shared), served, own))))
+            raise lost from shared.__cause__
+        lost_servers, problem = attempt(partial(self._abort, str(shared)))
+        cause = shared.__cause__
+        is_hopeless = isinstance(cause, HOPELESS) or isinstance(shared, Interrupted)
+        ending = Ending(
+            may_be_served=self.may_be_served,
+            can_repeat=can_repeat and not is_hopeless,
+            differs=isinstance(cause, ProofFailed),
+            cannot_map=isinstance(cause, EngineCannotMap),
+            details=lost_servers or problem,
+        )
+        # No rank leaves while an engine may still be at work.
+        endings = [ending] if shared.is_late else self.ranks.gather(ending)
+        if isinstance(shared, ReplicasDiffer | Interrupted):
+            raise shared
+        raise SyncFailed(shared.failures, endings) from cause
 
     def _abort(self, reason: str) -> str | None:
         """Tell the engine ranks to give up, and wait until they have, `GIVE_UP_S` at most.
 
         Returns:
-            The servers that were lost meanwhile, if any. One that died ends a collective for the
-            other engines, and one of those may have told of its own failure first.
+            The servers that were lost meanwhile, or None. One that died ends a collective for the
+            other engines, and one of those may have reported its own failure first.
         """
         for engine in self.engines:
             request = engine.request

@@ -1,6 +1,6 @@
 """The sharding manager: runs the stages in which an engine wakes up, is synced, and sleeps.
 
-manager = SGLangShardingManager(engine=client, settings=cfg, group=group, device=gpu)
+manager = SGLangShardingManager(engine=client, settings=cfg, ranks=ranks, device=gpu)
 await manager.resume(["weights"])
 await manager.sync(weights)
 # verl's worker frees its own memory, and waits for the other ranks
@@ -20,11 +20,11 @@ import torch
 from verl.utils.ulysses import BaseShardingManager
 
 from sglang_loader.common.stage_costs import stage_costs_in
-from verl_sglang_sync.collective import TrainerGroup, WeightSyncError, run_in_step
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.engine_ranks import Engine
 from verl_sglang_sync.engine.server_client import operations
 from verl_sglang_sync.engine.server_client.operations import Call
+from verl_sglang_sync.ranks import TrainerRanks, WeightSyncError, run_on_all
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.stages import KV_CACHE, WEIGHTS
@@ -51,21 +51,21 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         *,
         engine: Engine | None,
         settings: WeightSyncConfig,
-        group: TrainerGroup,
+        ranks: TrainerRanks,
         device: torch.device,
         replica: int = 0,
     ) -> None:
         super().__init__()
         self._engine = engine
         self._settings = settings
-        self._group = group
+        self._ranks = ranks
         self._weight_sync = colocated_sync(
-            engine=engine, settings=settings.for_session(), group=group, device=device
+            engine=engine, settings=settings.for_session(), ranks=ranks, device=device
         )
         self._replica = replica
         self.report = self._new_report()
         self._published: SyncReport | None = None
-        self._adapter = AdapterSync(group)
+        self._adapter = AdapterSync(ranks)
 
     def take_published(self) -> SyncReport | None:
         """The report published since the last call, or None; always None on other ranks than the
@@ -137,7 +137,7 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         engine = self._engine
         work = None if engine is None else self._run_stage(stage, engine, call)
         with self._new_report_after_failure():
-            await run_in_step(self._group, stage, work)
+            await run_on_all(self._ranks, stage, work)
 
     async def _run_stage(self, stage: str, engine: Engine, call: Call) -> None:
         with self.report.stage(stage):

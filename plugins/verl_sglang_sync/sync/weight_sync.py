@@ -1,28 +1,25 @@
 """One sync: requests open sessions with all engine ranks, buckets go straight to them.
 
-A trainer rank has sessions with the engine ranks that it gives weights to (`engines`): one, many,
-or none. A sync is a few sessions with each, one after the other:
+A trainer rank has sessions with the engine ranks that it gives weights to: one, many, or none. A
+sync is a few sessions with each, one after the other:
 
-    _attempt      new weights, by a route that is proven, or by verl's full export; if that fails
-                  before anything was published, once more, by the export
-    _prove_route  after an export from which a route has learnt: the same weights by that route;
-                  the engines refuse other bytes than they hold, and the export is made again
-    _prove_served when a proof is due, or a user has asked an engine for one: the same weights by
-                  the export, through `load_weights`; the engines compare them with what they held
+    _bring          new weights, by a route that is proven, or by verl's full export. If that fails
+                    before anything was published, once more, by the export
+    _prove_route    after an export from which a route has learnt: the same weights by that route.
+                    The engines refuse other bytes than they hold, and the export is made again
+    _prove_served   when a proof is due, or a user has asked an engine for one: the same weights by
+                    the export, through `load_weights`. The engines compare them with what they held
 
-`_once` is one session. Ranks are not in step within it; they agree three times: everyone has
-joined; everyone has sent the same, and its engines have read it (only then is anything published);
-every replica is done. A rank that fails in between goes on exporting (the export's collectives need
-it), then all leave together with the same `WeightSyncError`. What fails anywhere else on one rank
-makes it leave, so that no other rank waits for it (`TrainerGroup.leave`).
+`_once` is one session, and reads from top to bottom. Each rank goes through it at its own pace. The
+ranks meet three times: everyone has joined, everyone has sent the same and its engines have read
+it (only then is anything published), every replica is done.
 """
 
 from __future__ import annotations
 
 import logging
-import traceback
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import chain
@@ -31,22 +28,13 @@ import torch
 
 from sglang_loader.common.garbage_collection import no_full_collections
 from sglang_loader.common.naming import listed
+from sglang_loader.common.ranks import Interrupted, Reason, drop_frames
 from sglang_loader.common.session.folder import SessionFolder
-from sglang_loader.common.session.messages import Loaded, PeerLost, Proof
-from verl_sglang_sync.collective import (
-    RankLost,
-    Reason,
-    ReplicasDiffer,
-    TrainerGroup,
-    WeightSyncError,
-    holds_everywhere,
-    world_size,
-)
+from sglang_loader.common.session.messages import Loaded, Proof
 from verl_sglang_sync.config import WeightSyncConfig
-from verl_sglang_sync.engine.engine_ranks import Engine, OpeningRequest, drop_frames
-from verl_sglang_sync.engine.server_client.errors import ReplyLost, ServerUnreachable
-from verl_sglang_sync.engine.session import EngineCannotMap, Misfit, ProofFailed
+from verl_sglang_sync.engine.engine_ranks import Engine, EngineRank, OpeningRequest
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroups
+from verl_sglang_sync.ranks import TrainerRanks, world_size
 from verl_sglang_sync.report import SyncReport, warn_once
 from verl_sglang_sync.routes.exchange import Exchange
 from verl_sglang_sync.routes.export import ExportedBuckets
@@ -64,14 +52,12 @@ from verl_sglang_sync.routes.shards.all_to_all import NUM_TRAVELLING
 from verl_sglang_sync.routes.staging_ring import StagingRing
 from verl_sglang_sync.sources.export import Export, NamedTensor, is_repeatable
 from verl_sglang_sync.sync.engines import ColocatedEngine, RemoteEngines, SyncTask
-from verl_sglang_sync.sync.ranks_in_step import RanksInStep
-from verl_sglang_sync.sync.sessions import Sessions
+from verl_sglang_sync.sync.sessions import FallbackRefused, Sessions, SyncFailed
 
 logger = logging.getLogger(__name__)
 
 PROOF_FACTOR = 8
 """Syncs to the next proof, and from each to the one after it, where tensors hold the same bytes."""
-
 
 CANNOT_PROVE = (
     "weight sync: a proof is due and is left out, so that nothing is compared: this trainer's "
@@ -79,37 +65,40 @@ CANNOT_PROVE = (
 )
 
 
-class FallbackRefused(RuntimeError):
-    """The next syncs would be exported in full, and `on_fallback=error` forbids that."""
+@dataclass
+class Attempt:
+    """One session with each engine rank: what it is to do, and what it has done.
 
-
-HOPELESS = PeerLost | Misfit | FallbackRefused | ServerUnreachable | ReplyLost
-"""Errors of a sync that would come again if it were made again."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What one session has done, equal on all ranks.
+    What it has done is equal on all ranks.
 
     Attributes:
-        route: brought the weights; None: the export did.
+        routes: the first that has something to offer is taken, else the export.
+        proof: what the session proves.
+        proof_follows: another session of this sync proves what this one brings.
+        learns: routes may learn from an export.
+        route: brought the weights. None: the export did.
+        wants_proof: an engine's user has asked for a proof of this sync, which can be made.
         differing: tensors that engines held with other bytes than an export that proves has.
         num_alike: storages of all engine ranks that hold the same bytes as another, in a proof.
-        wants_proof: an engine's user has asked for a proof of this sync, which can be made.
     """
 
-    route: Route | None
-    differing: list[str] = field(default_factory=list)
-    num_alike: int = 0
-    wants_proof: bool = False
+    task: SyncTask
+    routes: Sequence[Route] = ()
+    proof: Proof = "none"
+    proof_follows: bool = False
+    learns: bool = True
+    route: Route | None = field(default=None, init=False)
+    wants_proof: bool = field(default=False, init=False)
+    differing: list[str] = field(default_factory=list, init=False)
+    num_alike: int = field(default=0, init=False)
 
 
 class WeightSync:
-    """Carries syncs; lives in every trainer process, for all its syncs.
+    """All syncs of one trainer rank. Every trainer process has one.
 
     Args:
         routes: how a sync is spared the full export, the best first.
-        ring: the staging buffers; None on a rank that sends no exported bucket.
+        ring: the staging buffers. None on a rank that sends no exported bucket.
     """
 
     def __init__(
@@ -125,7 +114,7 @@ class WeightSync:
             torch.multiprocessing.set_sharing_strategy("file_system")
         self._engines = engines
         self._routes = routes
-        self._group = context.group
+        self._ranks = context.ranks
         self._settings = context.settings
         self._device = context.device
         self._stream = context.stream
@@ -136,7 +125,7 @@ class WeightSync:
         # A stage of the engine follows each sync: `check_reply` is called after it.
         self._defers_reply = context.is_colocated and self._settings.free_cache_engine
         self._unanswered: list[OpeningRequest] = []
-        self._needs_staging = False  # an exported sync has prepared no route without
+        self._pull_ruled_out = False  # an exported sync has shown that pull cannot be used
         self._num_syncs = 0  # that were good
         self._next_proof: int | None = None  # number of the sync that is to be proven
         self._proof_distance = 1
@@ -149,30 +138,33 @@ class WeightSync:
         report: SyncReport,
         replicas: Sequence[Replica] = (),
     ) -> None:
-        """Send all of `weights`; every trainer rank calls this, all return or all raise.
+        """Send all of `weights`. Every trainer rank calls this, all return or all raise.
 
         Args:
             version: becomes the engines' weight version.
-            replicas: of this sync, in disaggregated mode; only the first rank's count.
+            replicas: of this sync, in disaggregated mode. Only the first rank's count.
 
         Raises:
             WeightSyncError: on every rank, if any rank failed.
         """
         task = SyncTask(weights=weights, version=version, report=report, replicas=replicas)
-        self._group.begin()
         try:
-            with no_full_collections():
-                self._sync(task)
-        except WeightSyncError as error:  # the next sync is made as the first one was
-            self._forget()
+            with no_full_collections(), self._ranks.stage():
+                try:
+                    self._sync(task)
+                    # No rank may fail after the others have left: it would wait for them.
+                    self._ranks.check()
+                except (SyncFailed, Interrupted):
+                    raise
+                except BaseException as error:  # outside of a session
+                    Sessions(self._ranks, self._settings, report).fail(error, can_repeat=False)
+        except BaseException as error:
+            for route in self._routes:  # the next sync is made as the first one was
+                route.forget()
+            for reader in self._engines.readers:
+                reader.forget()
             drop_frames(error)  # its text has those that matter
             raise
-        except BaseException as error:  # of this rank alone
-            self._forget()
-            self._group.leave(f"{type(error).__name__}: {error}")
-            if not isinstance(error, Exception):
-                raise
-            raise WeightSyncError(f"weight sync failed: {traceback.format_exc()}") from None
 
     def _sync(self, task: SyncTask) -> None:
         """Bring new weights, and prove what is not proven yet."""
@@ -182,56 +174,51 @@ class WeightSync:
         retried = [route.begin_sync() for route in self._routes]
         # A worse way, though proven, waits for a better one that is tried again.
         routes = self._routes[: retried.index(True)] if any(retried) else self._routes
-        if is_due and not holds_everywhere(self._group, is_repeatable(task.weights)):
+        if is_due and not self._ranks.all(is_repeatable(task.weights)):
             warn_once(CANNOT_PROVE)
             is_due = False
-        outcome = self._attempt(task, routes, proof_follows=is_due)
-        is_due, is_proven = is_due or outcome.wants_proof, False
-        while outcome.route is None and (learnt := self._learnt_route()) is not None:
+
+        attempt = self._bring(Attempt(task, routes, proof_follows=is_due))
+        is_due, is_proven = is_due or attempt.wants_proof, False
+        while attempt.route is None and (learnt := self._learnt_route()) is not None:
             if is_proven := self._prove_route(task, learnt):
                 break
             task.report.restart()
-            outcome = self._attempt(task, (), proof_follows=is_due)
-            is_due = is_due or outcome.wants_proof
+            attempt = self._bring(Attempt(task, proof_follows=is_due))
+            is_due = is_due or attempt.wants_proof
         if is_due and not is_proven:
             self._prove_served(task)
-        if outcome.route is not None:
-            outcome.route.note_used()
+        if attempt.route is not None:
+            attempt.route.note_used()
         self._num_syncs = number
 
-    def _attempt(self, task: SyncTask, routes: Sequence[Route], *, proof_follows: bool) -> Outcome:
-        """Bring new weights, by the first of the routes that has them, or by the export. A failure
-        before anything was published costs a second attempt.
+    def _bring(self, attempt: Attempt) -> Attempt:
+        """Bring new weights, by the first of the routes that has them, or by the export.
+
+        Returns:
+            The attempt that succeeded. A failure before anything was published costs a second one.
         """
-        can_prove = is_repeatable(task.weights)
-        ranks, taken = RanksInStep(self._group, can_prove=can_prove), list[Route]()
         try:
-            return self._once(task, ranks, routes, taken, proof_follows=proof_follows)
-        except (RankLost, ReplicasDiffer):
-            raise
-        except WeightSyncError as error:
-            if not self._may_repeat(task, ranks):
+            self._once(attempt)
+            return attempt
+        except SyncFailed as error:
+            if error.may_be_served or not error.can_repeat:
                 raise
             drop_frames(error)  # they hold the groups and buffers of this attempt
-            recovery = Recovery.EXPORT
-            for route in taken:
-                recovery = route.recover(ranks.cause, task.weights)
+            recovery, route = Recovery.EXPORT, attempt.route
+            if route is not None:
+                recovery = route.recover(error.__cause__, attempt.task.weights)
             logger.warning(
                 "weight sync: nothing was published, so the sync is made again %s, which costs "
                 "the seconds of another sync: %s",
                 recovery.value,
                 error,
             )
-        task.report.restart()
-        again = taken if recovery is Recovery.AGAIN else ()
-        ranks = RanksInStep(self._group, can_prove=can_prove)
-        return self._once(task, ranks, again, [], proof_follows=proof_follows)
-
-    def _may_repeat(self, task: SyncTask, ranks: RanksInStep) -> bool:
-        """True if a failed sync can be made again, and may succeed then; collective."""
-        is_hopeless = isinstance(ranks.cause, HOPELESS)
-        may_repeat = is_repeatable(task.weights) and not ranks.may_be_served and not is_hopeless
-        return holds_everywhere(self._group, may_repeat)
+        attempt.task.report.restart()
+        again = (route,) if route is not None and recovery is Recovery.AGAIN else ()
+        attempt = replace(attempt, routes=again)
+        self._once(attempt)
+        return attempt
 
     def _learnt_route(self) -> Route | None:
         return next((each for each in self._routes if each.state is RouteState.LEARNT), None)
@@ -242,72 +229,58 @@ class WeightSync:
         Returns:
             False if the engines got other bytes, or none: their weights are incomplete now.
         """
-        ranks = RanksInStep(self._group)
+        attempt = Attempt(_without_report(task), (route,), proof="route")
         try:
             with task.report.stage("prove"):
-                outcome = self._once(_without_report(task), ranks, (route,), [], proof="route")
-        except RankLost:
-            raise
-        except WeightSyncError as error:
-            kinds = HOPELESS, ProofFailed, EngineCannotMap
-            causes = self._group.all_gather([isinstance(ranks.cause, kind) for kind in kinds])
-            is_hopeless, differs, cannot_map = map(any, zip(*causes, strict=True))
-            if is_hopeless:
+                self._once(attempt)
+        except SyncFailed as error:
+            if not error.can_repeat:
                 raise
+            differs = any(ending.differs for ending in error.endings)
             reason = Reason(f"its proof failed: {error}", is_final=differs)
+            cannot_map = any(ending.cannot_map for ending in error.endings)
             route.refuse_unproven(reason, cannot_map=cannot_map)
             return False
-        if outcome.route is None:  # the route had nothing to offer, and the export proved itself
+        if attempt.route is None:  # the route had nothing to offer, and the export proved itself
             return True
         route.note_proven()
         task.report.is_proven = True
-        self._plan_proof(outcome.num_alike)
+        self._plan_proof(attempt.num_alike)
         return True
 
     def _prove_served(self, task: SyncTask) -> None:
         """Send the weights by the export, through `load_weights`, and compare: do the engines serve
         what the trainer has? If not, they do now, and no fast way is taken any more.
         """
+        attempt = Attempt(_without_report(task), proof="served")
         with task.report.stage("prove"):
             for route in self._routes:
                 route.check_replicas(task.weights)
-            outcome = self._attempt_proof(task)
-        if outcome is None:  # the next sync is due
-            self._next_proof = self._num_syncs + 2
-            return
-        task.report.is_proven = not outcome.differing
+            try:
+                self._once(attempt)
+            except SyncFailed as error:
+                if error.may_be_served or not error.can_repeat:
+                    raise
+                logger.warning("weight sync: not proven, exported in full again: %s", error)
+                # Routes learn nothing: no session of this sync follows that could prove them.
+                self._once(Attempt(attempt.task, learns=False))
+                self._next_proof = self._num_syncs + 2  # the next sync
+                return
+        task.report.is_proven = not attempt.differing
         is_early = self._next_proof is not None and self._num_syncs + 1 < self._next_proof
         # A proof that is asked for does not put off one that alike tensors need.
-        if not (is_early and outcome.num_alike):
-            self._plan_proof(outcome.num_alike)
-        if not outcome.differing:
+        if not (is_early and attempt.num_alike):
+            self._plan_proof(attempt.num_alike)
+        if not attempt.differing:
             logger.info("weight sync: proven: the engines serve the trainer's weights bit for bit")
             return
         text = (
-            f"a proof found {len(outcome.differing)} tensors that were not served as the trainer "
-            f"has them: {listed(outcome.differing)}"
+            f"a proof found {len(attempt.differing)} tensors that were not served as the trainer "
+            f"has them: {listed(attempt.differing)}"
         )
         for route in self._routes:
             route.refuse(Reason(text, is_final=True))
         logger.error("weight sync: %s. The engines have the right weights now, by export.", text)
-
-    def _attempt_proof(self, task: SyncTask) -> Outcome | None:
-        """One session for `_prove_served`. If that fails, make a second one, without a proof, and
-        return None.
-        """
-        ranks = RanksInStep(self._group)
-        try:
-            return self._once(_without_report(task), ranks, (), [], proof="served")
-        except RankLost:
-            raise
-        except WeightSyncError as error:
-            if not self._may_repeat(task, ranks):
-                raise
-            logger.warning("weight sync: not proven, exported in full again: %s", error)
-        # Routes learn nothing: no session of this sync follows that could prove them.
-        ranks = RanksInStep(self._group)
-        self._once(_without_report(task), ranks, (), [], learns=False)
-        return None
 
     def _plan_proof(self, num_alike: int) -> None:
         """After a proof: prove again later if tensors that held the same bytes may have been
@@ -318,117 +291,86 @@ class WeightSync:
             self._next_proof = self._num_syncs + 1 + self._proof_distance
             self._proof_distance *= PROOF_FACTOR
 
-    def _forget(self) -> None:
-        for route in self._routes:
-            route.forget()
-        for reader in self._engines.readers:
-            reader.forget()
-
     def check_reply(self, report: SyncReport) -> None:
-        """Raise a bad reply to the last sync's requests; called after the engine's next stage."""
+        """Raise a bad reply to the last sync's requests. Called after the engine's next stage."""
         requests, self._unanswered = self._unanswered, []
         for request in requests:
             with report.stage("reply"):
                 request.result()
 
-    def _once(
-        self,
-        task: SyncTask,
-        ranks: RanksInStep,
-        routes: Sequence[Route],
-        taken: list[Route],
-        *,
-        proof: Proof = "none",
-        proof_follows: bool = False,
-        learns: bool = True,
-    ) -> Outcome:
-        """One session with each engine rank, from the request that opens it to its reply.
-
-        Args:
-            ranks: keeps what fails on this rank, and the error that all ranks raise.
-            routes: the first that has something to offer is taken, else the export.
-            taken: gets the route that was taken, if any.
-            proof: what the session proves.
-            proof_follows: another session of this sync proves what this one brings.
-            learns: routes may learn from an export.
+    def _once(self, attempt: Attempt) -> None:
+        """Have one session with each engine rank, from the request that opens it to its reply.
 
         Raises:
             WeightSyncError: on every rank, if any rank failed.
         """
-        report = task.report
-        ranks.run_if_ok(lambda: self.check_reply(report))
+        task, proof, ranks = attempt.task, attempt.proof, self._ranks
+        weights, report = task.weights, task.report
         with ExitStack() as stack:
             stack.push(self._end_session)
-            with report.stage("open"):
-                opened = self._engines.open(stack, ranks, task, proof)
-            run = Sessions(*opened, ranks, self._settings, report)
-            learns = learns and proof == "none"
-            source = self._choose(task, routes, taken, proof, learns)
-            is_exported = isinstance(source, ExportedBuckets)
+            sessions = Sessions(ranks, self._settings, report)
             try:
-                ranks.run_always(source.start)
+                self.check_reply(report)
                 with report.stage("open"):
-                    run.meet()
-                if ranks.asks_for_proof and proof == "none" and not is_repeatable(task.weights):
-                    warn_once(CANNOT_PROVE)
-                if not is_exported:
-                    ranks.run_if_ok(lambda: run.check_plans(source, proves=proof == "route"))
-                    if source.is_collective and ranks.error is None:
-                        ranks.agree()  # before any rank waits for another one's bytes
-                ranks.run_if_ok(lambda: run.send(source))
-                ranks.run_if_ok(source.confirm)
-            except RankLost:
-                raise
-            except BaseException:  # an interrupt: the other ranks need this one's export
-                with suppress(Exception):
-                    source.drain()
-                raise
-            source.drain()
-            learns = learns and is_exported
-            meanwhile = partial(self._prepare_to_learn, task, learns)
-            ranks.run_if_ok(lambda: run.finish(source, meanwhile))
-            loaded = run.wait_until_loaded() or []
-            if ranks.error is None:
-                ranks.run_if_ok(lambda: self._record_loaded(run, loaded, report))
-                if learns:
-                    assert isinstance(source, ExportedBuckets)
+                    delivery = self._engines.open(stack, sessions.engines, task, proof)
+                source = self._choose(attempt)
+                is_exported = isinstance(source, ExportedBuckets)
+                if is_exported:
+                    ranks.check()  # the export's collectives need every rank
+                try:
+                    with ranks.stage():  # all ranks go on to send, or none does
+                        source.start()
+                        with report.stage("open"):
+                            can_prove = is_repeatable(weights)
+                            wants_proof = sessions.meet(can_prove=can_prove)
+                        if sessions.asks_for_proof and not can_prove:
+                            warn_once(CANNOT_PROVE)
+                        if not is_exported:
+                            sessions.check_plans(source, proves=proof == "route")
+                            if source.is_collective:
+                                ranks.check()
+                    sessions.send(source, delivery)
+                    source.confirm()
+                finally:
+                    source.drain()  # the other ranks need this one's part of the export
+                learns = attempt.learns and proof == "none" and is_exported
+                sessions.finish(source, partial(self._prepare_to_learn, task, learns))
+                loaded = sessions.wait_until_loaded()
+                self._record_loaded(sessions.engines, loaded, report)
+                if isinstance(source, ExportedBuckets) and learns:
                     self._learn(task, source, loaded)
-                    ranks.run_if_ok(self._check_fallback)
-                follows = proof_follows or (learns and self._learnt_route() is not None)
-                follows = follows or ranks.wants_proof
-                ranks.run_if_ok(lambda: run.commit(is_last=not follows))
-                ranks.run_if_ok(source.end)
-            run.end(defers_reply=self._defers_reply)
-        self._unanswered = run.requests if self._defers_reply else []
+                    self._check_fallback()
+                attempt.wants_proof = proof == "none" and wants_proof
+                # The engines' gates stay closed while a proof follows.
+                follows = attempt.proof_follows or attempt.wants_proof
+                follows = follows or (learns and self._learnt_route() is not None)
+                sessions.commit(is_last=not follows)
+                source.end()
+                sessions.wait_for_replies(defers_reply=self._defers_reply)
+            except BaseException as error:
+                sessions.fail(error, can_repeat=is_repeatable(weights))
+        self._unanswered = sessions.requests if self._defers_reply else []
         if is_exported:
-            for each in self._routes:
-                each.note_unmapped()
+            for route in self._routes:
+                route.note_unmapped()
         if proof == "route":
-            for engine in run.engines:
+            for engine in sessions.engines:
                 engine.arrangements.proven_plan = engine.session.plan
-        route = taken[0] if taken else None
-        if proof == "none":
-            return Outcome(route, wants_proof=ranks.wants_proof)
-        return self._compared(route, loaded)
+        if proof != "none":
+            self._note_compared(attempt, loaded)
 
-    def _choose(
-        self,
-        task: SyncTask,
-        routes: Sequence[Route],
-        taken: list[Route],
-        proof: Proof,
-        learns: bool,
-    ) -> SyncSource:
-        """What the first route offers that has this sync's weights, else the export; collective."""
-        for route in routes:
-            source = route.choose(task.weights, task.report, proves=proof == "route")
+    def _choose(self, attempt: Attempt) -> SyncSource:
+        """Return what the first route offers that has this sync's weights, else the export."""
+        weights, report = attempt.task.weights, attempt.task.report
+        for route in attempt.routes:
+            source = route.choose(weights, report, proves=attempt.proof == "route")
             if source is not None:
-                taken.append(route)
+                attempt.route = route
                 return source
-        weights, report, comparison = task.weights, task.report, None
-        # The answer takes an engine a second, and is of no use where it reads the parameters in
-        # place from the next sync on.
-        asks = self._needs_staging or not self._routes[0].can_learn(weights)
+        comparison = None
+        # Computing its arrangements costs an engine about 1 s. Pull needs none.
+        asks = self._pull_ruled_out or not self._routes[0].can_learn(weights)
+        learns = attempt.learns and attempt.proof == "none"
         if learns and any(route.wants_comparison(weights) for route in self._routes):
             with report.stage("learn"):
                 comparison = self._source_map.begin_comparison(weights)
@@ -447,24 +389,26 @@ class WeightSync:
                 with task.report.stage("learn"):
                     route.prepare_to_learn(task.weights)
 
-    def _compared(self, route: Route | None, loaded: Sequence[Loaded]) -> Outcome:
-        """What the proof found on all engine ranks; collective."""
+    def _note_compared(self, attempt: Attempt, loaded: Sequence[Loaded]) -> None:
+        """Note what the proof found on all engine ranks."""
         own = [(each.differing, each.num_alike) for each in loaded]
-        found = list(chain.from_iterable(self._group.all_gather(own)))
-        differing = dict.fromkeys(name for names, _ in found for name in names)
-        return Outcome(route, list(differing), sum(num for _, num in found))
+        found = list(chain.from_iterable(self._ranks.gather(own)))
+        attempt.differing = list(dict.fromkeys(name for names, _ in found for name in names))
+        attempt.num_alike = sum(num for _, num in found)
 
-    def _record_loaded(self, run: Sessions, loaded: Sequence[Loaded], report: SyncReport) -> None:
+    def _record_loaded(
+        self, engines: Sequence[EngineRank], loaded: Sequence[Loaded], report: SyncReport
+    ) -> None:
         if loaded:
-            least = min(loaded, key=lambda outcome: outcome.num_replayed)
+            least = min(loaded, key=_num_replayed)
             report.num_replayed, report.num_eager = least.num_replayed, least.num_eager
             report.eager_reason, report.engine_seconds = least.reason, least.seconds
-        for engine, outcome in zip(run.engines, loaded, strict=True):
+        for engine, outcome in zip(engines, loaded, strict=True):
             if outcome.arrangements is not None:
                 engine.arrangements.learn(outcome.arrangements, self._stream.buckets)
 
     def _learn(self, task: SyncTask, source: ExportedBuckets, loaded: Sequence[Loaded]) -> None:
-        """After an export that is loaded: can the next syncs do without it? Collective."""
+        """After an export that is loaded, prepare the routes by which the next syncs go."""
         routes = self._routes if source.asks_for_arrangements else self._routes[:1]
         exported = ExportedSync(task.weights, loaded, source.comparison)
         for number, route in enumerate(routes, start=1):
@@ -475,7 +419,7 @@ class WeightSync:
                     for worse in self._routes[number:]:
                         worse.forget()
                     return
-        self._needs_staging = True
+        self._pull_ruled_out = True
 
     def _check_fallback(self) -> None:
         """Raise FallbackRefused if no route was prepared, and the user would rather stop."""
@@ -496,14 +440,14 @@ class WeightSync:
             self._engines.abandon()
         for route in self._routes:
             route.free_scratch()
-        if self._frees_ring:
-            self._free_ring()
+        if self._frees_ring and self._ring is not None:
+            self._ring.free()
         if self._device.type == "cuda":
             torch.cuda.ipc_collect()  # what the engine has let go of
 
-    def _free_ring(self) -> None:
-        if self._ring is not None:
-            self._ring.free()
+
+def _num_replayed(outcome: Loaded) -> int:
+    return outcome.num_replayed
 
 
 def _without_report(task: SyncTask) -> SyncTask:
@@ -513,19 +457,19 @@ def _without_report(task: SyncTask) -> SyncTask:
 
 
 def colocated_sync(
-    *, engine: Engine | None, settings: WeightSyncConfig, group: TrainerGroup, device: torch.device
+    *, engine: Engine | None, settings: WeightSyncConfig, ranks: TrainerRanks, device: torch.device
 ) -> WeightSync:
     """Carries the syncs of one replica, on the trainer ranks' devices: `SGLangShardingManager`."""
     num_buffers = settings.num_staging_buffers
     ring = StagingRing(device, num_buffers=num_buffers, bucket_bytes=settings.bucket_bytes)
-    engines = ColocatedEngine(engine, group, settings)
-    context = RouteContext(group, device, settings, lambda: engines.readers)
+    engines = ColocatedEngine(engine, ranks, settings)
+    context = RouteContext(ranks, device, settings, lambda: engines.readers)
     pull = Pull(context, lambda handle: engines.sockets.folder.record(handle))
     return WeightSync(context, engines=engines, routes=(pull, Exchange(context, ring)), ring=ring)
 
 
 def disaggregated_sync(
-    *, address: str | None, settings: WeightSyncConfig, group: TrainerGroup, device: torch.device
+    *, address: str | None, settings: WeightSyncConfig, ranks: TrainerRanks, device: torch.device
 ) -> WeightSync:
     """Carries syncs to replicas on devices of their own.
 
@@ -542,9 +486,9 @@ def disaggregated_sync(
     if address is not None:
         groups = make_groups()
         ring = StagingRing(device, num_buffers=NUM_TRAVELLING, bucket_bytes=settings.bucket_bytes)
-    senders = make_groups(trainers=group)
+    senders = make_groups(trainers=ranks)
     engines = RemoteEngines(groups, senders, lambda: send.is_prepared, settings)
-    context = RouteContext(group, device, settings, lambda: engines.readers, world_size())
+    context = RouteContext(ranks, device, settings, lambda: engines.readers, world_size())
     folder = cache(SessionFolder)  # made when there is memory that engines map, which it lists
     pull, near = (Pull(context, lambda handle: folder().record(handle)) for _ in range(2))
     send = PullAndSend(context, near, lambda: engines.sending_group)

@@ -17,17 +17,14 @@ import ray
 import torch
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
-from verl_sglang_sync.collective import (
-    TorchTrainerGroup,
-    TrainerGroup,
-    WeightSyncError,
-    holds_everywhere,
-    run_in_step,
-)
 from verl_sglang_sync.config import DISAGGREGATED_BACKEND, WeightSyncConfig
 from verl_sglang_sync.engine.server_client.client import SGLangServerClient
 from verl_sglang_sync.engine.update_groups import Replica
 from verl_sglang_sync.http_settings import server_url
+from verl_sglang_sync.ranks import (
+    TrainerRanks,
+    run_on_all,
+)
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sources.export import AdapterExport, NamedTensor
 from verl_sglang_sync.sync.adapter_sync import AdapterSync
@@ -66,7 +63,7 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._is_rollout = is_master is None
         self._servers: list[RolloutServer] = []
         self._weight_sync: WeightSync | None = None
-        self._group: TrainerGroup | None = None
+        self._ranks: TrainerRanks | None = None
         self._adapter: AdapterSync | None = None
         self._have_base: frozenset[str] = frozenset()  # replicas with the weights below an adapter
         if not self._is_rollout:
@@ -150,7 +147,7 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                         address = await actor.get_server_address.remote()
                 except TimeoutError:
                     text = f"server {server.actor_name} did not answer within {limit_s:g} s"
-                    raise WeightSyncError(text) from None
+                    raise TimeoutError(text) from None
                 url = server_url(*address)
                 replica = Replica(
                     identity=actor._actor_id.hex(),  # differs after a restart
@@ -160,16 +157,16 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 )
                 found.append((actor, replica))
 
-        assert self._group is not None, "made with the weight sync"
-        await run_in_step(self._group, "find the servers", find() if self._is_source else None)
+        assert self._ranks is not None, "made with the weight sync"
+        await run_on_all(self._ranks, "find the servers", find() if self._is_source else None)
         return found
 
     def _all_have_base(self, replicas: Sequence[Replica]) -> bool:
         """True if all replicas have the base weights of a LoRA adapter; collective, because only
         the first rank knows the replicas.
         """
-        assert self._group is not None, "made with the weight sync"
-        return holds_everywhere(self._group, self._have_base >= _identities(replicas))
+        assert self._ranks is not None, "made with the weight sync"
+        return self._ranks.all(self._have_base >= _identities(replicas))
 
     async def _sync_adapter(
         self, export: AdapterExport, replicas: Sequence[Replica], report: SyncReport
@@ -205,10 +202,10 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             device, settings = current_device(), self._settings
             _check_nccl(device)
             address = ray.util.get_node_ip_address().strip("[]") if self._is_source else None
-            group = self._group = TorchTrainerGroup(timeout_s=settings.request_timeout_s)
-            self._adapter = AdapterSync(group)
+            ranks = self._ranks = TrainerRanks(timeout_s=settings.request_timeout_s)
+            self._adapter = AdapterSync(ranks)
             self._weight_sync = disaggregated_sync(
-                address=address, settings=settings, group=group, device=device
+                address=address, settings=settings, ranks=ranks, device=device
             )
         return self._weight_sync
 

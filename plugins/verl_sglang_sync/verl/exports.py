@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from verl_sglang_sync.collective import own_rank, world_size
+from verl_sglang_sync.ranks import own_rank, world_size
 from verl_sglang_sync.sources.conversion_trace import Conversion, trace_conversions
 from verl_sglang_sync.sources.export import NamedTensor, Reexport, is_repeatable, transformed
 from verl_sglang_sync.sources.export_trace import TracedExport

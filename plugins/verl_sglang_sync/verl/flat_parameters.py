@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 
 from sglang_loader.common.regions.compose import ByteMap
-from verl_sglang_sync.collective import world_size
+from verl_sglang_sync.ranks import world_size
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.export_trace import (
     NotTraceable,

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
 
-from verl_sglang_sync.collective import TorchTrainerGroup
 from verl_sglang_sync.config import DISAGGREGATED_BACKEND, WeightSyncConfig
 from verl_sglang_sync.engine.server_client.client import SGLangServerClient
 from verl_sglang_sync.http_settings import server_url
+from verl_sglang_sync.ranks import TrainerRanks
 from verl_sglang_sync.report import warn_once
 from verl_sglang_sync.stages import KV_CACHE
 from verl_sglang_sync.sync.sharding_manager import SGLangShardingManager
@@ -149,7 +149,7 @@ class WeightSyncRollout(ServerAdapter):  # type: ignore[misc]
             self._manager = SGLangShardingManager(
                 engine=self._client(self._settings),
                 settings=self._settings,
-                group=TorchTrainerGroup(
+                ranks=TrainerRanks(
                     timeout_s=self._settings.request_timeout_s, tp_mesh=self.device_mesh["infer_tp"]
                 ),
                 device=current_device(),

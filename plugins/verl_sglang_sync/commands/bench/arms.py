@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from verl_sglang_sync.collective import TrainerGroup
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.server_client.client import SGLangServerClient
+from verl_sglang_sync.ranks import TrainerRanks
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sync.sharding_manager import SGLangShardingManager
@@ -125,7 +125,7 @@ def manager_of(arm: Arm, url: str, config: Path, device: torch.device) -> Any:
             free_cache_engine=True,
             **arm.settings,
         ),
-        group=TrainerGroup(),
+        ranks=TrainerRanks(),
         device=device,
         replica=0,
     )

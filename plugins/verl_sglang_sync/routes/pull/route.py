@@ -25,17 +25,12 @@ from itertools import chain, starmap
 import torch
 
 from sglang_loader.common.copies.strided import synchronize_device
+from sglang_loader.common.ranks import Reason, attempt
 from sglang_loader.common.session.messages import Loaded
 from sglang_loader.common.shared_memory import BufferHandle, drop_references, host_id
-from verl_sglang_sync.collective import (
-    Reason,
-    common_reason,
-    holds_everywhere,
-    own_rank,
-    result_or_reason,
-)
 from verl_sglang_sync.engine.engine_ranks import EngineRank
 from verl_sglang_sync.engine.session import BlockNotMapped, EngineCannotMap
+from verl_sglang_sync.ranks import own_rank
 from verl_sglang_sync.report import SyncReport, warn_once
 from verl_sglang_sync.routes.pull.located import (
     Located,
@@ -47,7 +42,7 @@ from verl_sglang_sync.routes.pull.located import (
 from verl_sglang_sync.routes.route import (
     Delivery,
     ExportedSync,
-    InStep,
+    Poll,
     ReadyBucket,
     Recovery,
     Route,
@@ -85,7 +80,7 @@ class Pull(Route):
         self._any_can_read = True  # some engine rank of the last exported sync could, in place
 
     def _source(self, weights: Iterable[NamedTensor], report: SyncReport) -> SyncSource | None:
-        if not self._is_colocated and not holds_everywhere(self._group, not self._have_changed()):
+        if not self._is_colocated and not self._ranks.all(not self._have_changed()):
             warn_once("weight sync: full export for this sync, as the set of engines changed")
             return None
         if self.state is RouteState.PROVEN and not self._num_syncs:
@@ -133,7 +128,7 @@ class Pull(Route):
             elif not outcome.may_read_in_place:
                 reasons.setdefault(reader.replica, "an engine has no load plan")
         own = [reasons.get(reader.replica) for reader in readers]
-        hosts, of_ranks = zip(*self._group.all_gather((host_id(), own)), strict=True)
+        hosts, of_ranks = zip(*self._ranks.gather((host_id(), own)), strict=True)
         several = "the trainer's ranks are on several nodes" if len(set(hosts)) > 1 else None
         found = [reason or several for reason in chain(*of_ranks)]
         self._any_can_read = None in found
@@ -142,23 +137,24 @@ class Pull(Route):
     def prepare(self, sync: ExportedSync) -> bool:
         """Prepare the route after `forget`, for engine ranks that can all read in place."""
         weights = sync.weights
-        nums = self._group.all_gather(len(sync.loaded))
+        nums = self._ranks.gather(len(sync.loaded))
         first = sum(nums[: own_rank()])
         self._num_readers, self._own_readers = sum(nums), range(first, first + len(sync.loaded))
         self._prepared_for = self._readers()
-        reason = common_reason(self._group, self._difference(sync) or self._plan_reads())
+        own = self._difference(sync) or self._plan_reads()
+        reason = self._ranks.joined(self._ranks.gather(own))
         return self._conclude(reason or self._locate(weights, shares=False))
 
-    def recover(self, cause: Exception | None, weights: Iterable[NamedTensor]) -> Recovery:
+    def recover(self, cause: BaseException | None, weights: Iterable[NamedTensor]) -> Recovery:
         cannot_map = None
         if isinstance(cause, EngineCannotMap):
             cannot_map = Reason(str(cause), is_final=True)
-        if (agreed := common_reason(self._group, cannot_map)) is not None:
+        if (agreed := self._ranks.joined(self._ranks.gather(cannot_map))) is not None:
             self.refuse(agreed)
             return Recovery.EXPORT
         has_moved = cause is None or isinstance(cause, SourcesChanged | BlockNotMapped)
         # In disaggregated mode the sessions are others: see `RemoteEngines.abandon`.
-        if self._is_colocated and holds_everywhere(self._group, has_moved):
+        if self._is_colocated and self._ranks.all(has_moved):
             state = self.state
             self.forget()
             if self._locate(weights, shares=False) is None:
@@ -204,37 +200,37 @@ class Pull(Route):
                 comparison.add([pair])
             return comparison.finish()
 
-        problem, failed = result_or_reason(finish)
+        problem, failed = attempt(finish)
         return problem or failed
 
     def check_replicas(self, weights: Iterable[NamedTensor]) -> None:
         if self._plan is not None and self.is_prepared:
             traced = self._plan.traced
-            now, reason = result_or_reason(
-                lambda: self._source_map.current(weights, traced), passing=(SourcesChanged,)
+            now, _ = self._ranks.step(
+                partial(self._source_map.current, weights, traced), passing=(SourcesChanged,)
             )
-            if common_reason(self._group, reason) is None and now is not None:
+            if now is not None:
                 self._check_replicas(traced, now)
 
     def _check_replicas(self, traced: TracedExport, now: Mapping[str, torch.Tensor]) -> None:
         """Raise `WeightSyncError` if the TP ranks of an engine would hold parts of different
         models; collective.
         """
-        difference = differing_replicas(traced, now, self._group, self._device)
+        difference = differing_replicas(traced, now, self._ranks, self._device)
         numbers = [self._first_reader + reader for reader in self._own_readers]
         near = [reader for reader in self._readers() if reader.reads_in_place]
         replicas: list[object] = [reader.replica for reader in near or self._readers()]
         if self._is_colocated:
-            replicas = [self._group.replica_ranks for _ in numbers]
+            replicas = [self._ranks.replica_ranks for _ in numbers]
         readers = list(zip(replicas, numbers, strict=True))
-        check_replicas(difference, readers, self._group)
+        check_replicas(difference, readers, self._ranks)
 
     def _plan_reads(self) -> Reason | None:
         """Find the buckets' bytes in the shards, unless the plan holds; why some are not there."""
         traced, buckets, plan = self._source_map.traced, self._stream.buckets, self._plan
         if plan is not None and plan.traced is traced and plan.buckets == buckets:
             return None
-        reads, reason = result_or_reason(
+        reads, reason = attempt(
             lambda: [bucket_reads(bucket.layout, traced) for bucket in buckets], NotTraceable
         )
         self._plan = None if reads is None else PullPlan(traced, buckets, reads)
@@ -249,36 +245,42 @@ class Pull(Route):
                 memory lives until then. False: only find out whether this can be done.
         """
         self._located = None
-        found, reason = result_or_reason(
-            lambda: self._own_memory(weights, shares), NotTraceable, passing=(SourcesChanged,)
+        made: list[BufferHandle] = []
+        found, reason = self._ranks.step(
+            partial(self._own_memory, weights, shares, made),
+            NotTraceable,
+            passing=(SourcesChanged,),
         )
-        tables = self._group.all_gather(None if found is None else found[1])
-        agreed = common_reason(self._group, reason)
-        if agreed is not None or not shares:
-            return agreed
-        assert self._plan is not None and found is not None
-        plan, snapshot, readers, first = self._plan, found[0], self._own_readers, self._first_reader
-        self._located, reason = result_or_reason(
-            lambda: Located.of(plan, snapshot, tables, readers, first)
-        )
-        agreed = common_reason(self._group, reason)
-        self._located = None if agreed is not None else self._located
-        return agreed
+        if found is not None and shares:
+            snapshot, own_table = found
+            tables = self._ranks.gather(own_table)
+            plan, readers, first = self._plan, self._own_readers, self._first_reader
+            assert plan is not None, "this rank's memory was found by it"
+            self._located, reason = self._ranks.step(
+                partial(Located.of, plan, snapshot, tables, readers, first)
+            )
+        if reason is not None:
+            drop_references(made)  # no engine is given them
+        return reason
 
     def _own_memory(
-        self, weights: Iterable[NamedTensor], shares: bool
+        self, weights: Iterable[NamedTensor], shares: bool, made: list[BufferHandle]
     ) -> tuple[SourcesSnapshot, MemoryTable]:
-        """This rank's parameters: recognised later, and told to the others."""
+        """This rank's parameters: recognised later, and told to the others.
+
+        Args:
+            made: gets the handles that are made.
+        """
         assert self._plan is not None, "nothing was traced"
         now = self._source_map.current(weights, self._plan.traced)
         if empties_storages(weights):  # the names of what was there before say nothing now
             self._block_names = BlockNames()
-        share = partial(self._share_block, shares)
+        share = partial(self._share_block, shares, made)
         table = share_shards(self._plan.traced, now, self._device, own_rank(), share)
         return SourcesSnapshot(now), table
 
     def _share_block(
-        self, shares: bool, block: Block, member: torch.UntypedStorage
+        self, shares: bool, made: list[BufferHandle], block: Block, member: torch.UntypedStorage
     ) -> tuple[str, tuple[BufferHandle, ...]]:
         """A block's name, and a handle for each engine rank, or none if none are wanted."""
         name, num = self._block_names.name_of(block, member), self._num_readers if shares else 0
@@ -286,6 +288,7 @@ class Pull(Route):
             handles = tuple(share_block(block, member) for _ in range(num))
         except ValueError as error:  # memory of a kind that has no handles
             raise NotTraceable(str(error)) from error
+        made += handles
         for handle in handles:
             self._record(handle)
         return name, handles
@@ -315,7 +318,7 @@ class PulledBuckets(SyncSource, Delivery):
         with self._report.stage("confirm"):
             self._sources = require_sources(self._weights)()
 
-    def delivery(self, engines: Sequence[EngineRank], in_step: InStep) -> Delivery:
+    def delivery(self, engines: Sequence[EngineRank], poll: Poll) -> Delivery:
         """Have the engines map the parameters of all ranks with the first bucket. Raises
         `BlockNotMapped` if one has let go of a block of which no handle is left.
         """
@@ -328,11 +331,10 @@ class PulledBuckets(SyncSource, Delivery):
     def __iter__(self) -> Iterator[ReadyBucket]:
         return starmap(ReadyBucket, enumerate(self._route._stream.buckets))
 
-    def deliver(self, ready: ReadyBucket) -> bool:
+    def deliver(self, ready: ReadyBucket) -> None:
         for engine, pieces in self._pairs:
             with engine.naming_errors():
                 engine.session.load(ready.index, ready.bucket, pieces[ready.index], read_only=True)
-        return True
 
     def confirm(self) -> None:
         with self._report.stage("confirm"):

@@ -18,16 +18,11 @@ from itertools import chain
 import msgspec
 import torch
 
+from sglang_loader.common.ranks import Reason, attempt
 from sglang_loader.common.regions.arrangement import Arrangement
 from sglang_loader.common.session.messages import encode_pieces
-from verl_sglang_sync.collective import (
-    Reason,
-    common_reason,
-    holds_everywhere,
-    own_rank,
-    result_or_reason,
-)
 from verl_sglang_sync.engine.arrangements import RankArrangements
+from verl_sglang_sync.ranks import own_rank
 from verl_sglang_sync.report import SyncReport, warn_once
 from verl_sglang_sync.routes.route import ExportedSync, Route, RouteContext, RouteState, SyncSource
 from verl_sglang_sync.routes.shards.all_to_all import AllToAll
@@ -132,10 +127,10 @@ class ShardRoute(Route):
             each.digest or outcome.may_read_in_place or not outcome.num_eager
             for each, outcome in zip(own, sync.loaded, strict=True)
         )
-        if self._plan is None and not holds_everywhere(self._group, is_final):
+        if self._plan is None and not self._ranks.all(is_final):
             return False
         is_planned = self._plan is not None and self._plan.arrangements == own
-        everywhere = holds_everywhere(self._group, is_planned)
+        everywhere = self._ranks.all(is_planned)
         self._conclude(None if everywhere else self._make_plan(sync.weights, own))
         return False  # exported buckets need staging
 
@@ -170,9 +165,9 @@ class ShardRoute(Route):
             pairs = zip(reads, origins, strict=True)
             return [plan_sends(own_rank(), *pair, traced.owners) for pair in pairs]
 
-        sends, reason = result_or_reason(draft, NotTraceable)
+        sends, reason = attempt(draft, NotTraceable)
         sizes = None if sends is None else [total_nbytes(chain(*of_bucket)) for of_bucket in sends]
-        needs = self._group.all_gather(sizes)
+        needs = self._ranks.gather(sizes)
         if sends is not None and None not in needs:
             largest = [max(of_bucket) for of_bucket in zip(*needs, strict=True)]
             nums = [max(1, -(-nbytes // self._piece_nbytes)) for nbytes in largest]
@@ -187,9 +182,9 @@ class ShardRoute(Route):
                 moves = AllToAll(pieces, self._device)
                 return ShardPlan(traced, buckets, reads, first, own, found, sends, moves)
 
-            self._plan, reason = result_or_reason(make)
+            self._plan, reason = attempt(make)
             self._prepared_for = self._readers()
-        agreed = common_reason(self._group, reason)
+        agreed = self._ranks.joined(self._ranks.gather(reason))
         if agreed is not None:
             self._plan = None
         return agreed
@@ -200,14 +195,14 @@ class ShardRoute(Route):
         """The arrangements of all engine ranks, in the order of the trainer ranks, and where this
         rank's begin; collective. Of those with one digest, which are equal, only the first is sent.
         """
-        by_rank = self._group.all_gather([each.digest for each in own])
+        by_rank = self._ranks.gather([each.digest for each in own])
         digests = [digest for of_rank in by_rank for digest in of_rank]
         start = sum(len(of_rank) for of_rank in by_rank[: own_rank()])
         is_first = [digests.index(each.digest) == start + i for i, each in enumerate(own)]
         sent = [each if first else None for each, first in zip(own, is_first, strict=True)]
         by_digest = {
             each.digest: each
-            for of_rank in self._group.all_gather(sent)
+            for of_rank in self._ranks.gather(sent)
             for each in of_rank
             if each is not None
         }
@@ -232,8 +227,7 @@ class ShardRoute(Route):
             plan.all_to_all.begin(locals_of(shards))
             self._reserve(plan)
 
-        _, reason = result_or_reason(begin, passing=(SourcesChanged,))
-        agreed = common_reason(self._group, reason)
+        _, agreed = self._ranks.step(begin, passing=(SourcesChanged,))
         if agreed is not None and self.state is RouteState.LEARNT:
             self.refuse(agreed)
         elif agreed is not None:

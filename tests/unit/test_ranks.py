@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -14,19 +15,11 @@ import torch.distributed as dist
 from sglang_loader.common.broadcast.broadcast import all_to_all
 from sglang_loader.common.broadcast.update_group import leave
 from sglang_loader.common.object_gather import HEADER_NBYTES, SHORT_NBYTES
-from unit.trainer_ranks import WORLD_SIZE, RankPool, trainer_group
-from verl_sglang_sync import WeightSyncError, collective
-from verl_sglang_sync.collective import (
-    MARGIN_S,
-    Agreement,
-    RankLost,
-    Reason,
-    TorchTrainerGroup,
-    TrainerGroup,
-    common_reason,
-    holds_everywhere,
-    run_in_step,
-)
+from sglang_loader.common.ranks import Ranks, RanksFailed, Reason
+from unit.trainer_ranks import WORLD_SIZE, RankPool, trainer_ranks
+from verl_sglang_sync import WeightSyncError
+from verl_sglang_sync import ranks as ranks_module
+from verl_sglang_sync.ranks import MARGIN_S, RankLost, TrainerRanks, run_on_all
 
 TIMEOUT_S = 2.0
 SLOW = Reason("slow", is_final=False)
@@ -36,25 +29,69 @@ LENGTHS = (0, 3, SHORT_NBYTES - HEADER_NBYTES, 5 * SHORT_NBYTES)
 """Of what four ranks tell each other: what fits into the first collective, and what does not."""
 
 
-def each_agrees(failures, waiting):
-    rank = dist.get_rank()
-    group = trainer_group(2)[0]
-    return group.agree(failures.get(rank), is_ready=rank not in waiting, signature=rank << 40)
-
-
 def each_asks():
-    rank, (group, _) = dist.get_rank(), trainer_group(2)
+    rank, (ranks, _) = dist.get_rank(), trainer_ranks(2)
+
+    def fails_on(slow):
+        if rank == slow:
+            raise TimeoutError("slow")
+        return rank
+
     return (
-        group.gather(bytes([rank])),
-        group.all_gather({"rank": rank}),
-        [len(text) for text in group.all_gather("x" * LENGTHS[rank])],
-        [holds_everywhere(group, rank != absent) for absent in (2, None)],
-        [common_reason(group, SLOW if rank == slow else None) for slow in (None, 3)],
+        ranks.replica_ranks,
+        ranks.gather({"rank": rank}),
+        [len(text) for text in ranks.gather("x" * LENGTHS[rank])],
+        [ranks.all(rank != absent) for absent in (2, None)],
+        [ranks.step(partial(fails_on, slow), passing=(TimeoutError,)) for slow in (None, 3)],
     )
 
 
+CALLS = {
+    "gather": lambda ranks: ranks.gather(1),
+    "all": lambda ranks: ranks.all(True),
+    "step": lambda ranks: ranks.step(int),
+    "poll": lambda ranks: ranks.poll(lambda: None),
+    "check": lambda ranks: ranks.check(),
+}
+
+
+def some_fail(failing, call):
+    """Some ranks fail, the others make a call; what each raises, and that all meet again."""
+    rank, (ranks, _) = dist.get_rank(), trainer_ranks(2)
+    own = ValueError(f"no memory on {rank}") if rank in failing else None
+    try:
+        with ranks.stage(), ranks.stage():
+            if own is not None:
+                raise own
+            CALLS[call](ranks)
+    except RanksFailed as error:
+        return type(error), str(error), error.__cause__ is own, ranks.gather(rank)
+    return None
+
+
+def ranks_differ():
+    with pytest.raises(WeightSyncError) as raised:
+        trainer_ranks(2)[0].poll(lambda: True, same=min(dist.get_rank(), 1))
+    return str(raised.value)
+
+
+def leaves_late(how):
+    """Rank 1 fails once the others have left the stage; what the ranks gather in the next one."""
+    rank, (ranks, _) = dist.get_rank(), trainer_ranks(2)
+    error = None
+    try:
+        with ranks.stage():
+            ranks.gather(rank)
+            if rank == 1:
+                raise how
+    except (WeightSyncError, KeyboardInterrupt) as raised:
+        error = repr(raised.__cause__ or raised)
+    with ranks.stage():
+        return error, ranks.gather(rank)
+
+
 def each_waits(takes_s, fails):
-    """Wait in step for the parts that some ranks have: the error, and the seconds it took."""
+    """Wait for the parts that some ranks have: the error, and the seconds it took."""
 
     async def work():
         await asyncio.sleep(takes_s[rank])
@@ -64,7 +101,7 @@ def each_waits(takes_s, fails):
     rank, started, error = dist.get_rank(), time.monotonic(), None
     try:
         part = work() if rank in takes_s else None
-        asyncio.run(run_in_step(trainer_group(2)[0], "wake", part))
+        asyncio.run(run_on_all(trainer_ranks(2)[0], "wake", part))
     except WeightSyncError as failed:
         error = str(failed)
     return error, time.monotonic() - started
@@ -72,14 +109,14 @@ def each_waits(takes_s, fails):
 
 def agree_without(victim, how):
     """One good agreement; then the victim is gone, and the others try two more."""
-    group = TorchTrainerGroup(timeout_s=TIMEOUT_S)
-    assert group.agree().is_ready
+    ranks = TrainerRanks(timeout_s=TIMEOUT_S)
+    assert ranks.all(True)
     if dist.get_rank() == victim:
         os.kill(os.getpid(), how)
     errors, started = [], time.monotonic()
     for _ in range(2):
         try:
-            group.agree()
+            ranks.check()
         except WeightSyncError as error:
             errors.append((type(error) is RankLost and str(error), time.monotonic() - started))
         started = time.monotonic()
@@ -102,33 +139,33 @@ def connect_without(victim):
         def wait(self, *_):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    make, started = collective.ProcessGroupGloo, time.monotonic()
+    make, started = ranks_module.ProcessGroupGloo, time.monotonic()
     if dist.get_rank() == victim:
-        collective.ProcessGroupGloo = lambda store, *where: make(Deadly(store), *where)
+        ranks_module.ProcessGroupGloo = lambda store, *where: make(Deadly(store), *where)
     with pytest.raises(RankLost) as lost:
-        TorchTrainerGroup(timeout_s=5 * TIMEOUT_S).agree()
+        TrainerRanks(timeout_s=5 * TIMEOUT_S).check()
     return str(lost.value), time.monotonic() - started
 
 
 def be_slow(victim):
     """The victim comes late when the group is formed, and to the agreement after it."""
-    group = TorchTrainerGroup(timeout_s=TIMEOUT_S)
+    ranks = TrainerRanks(timeout_s=TIMEOUT_S)
     for _ in range(2):
         if dist.get_rank() == victim:
             time.sleep(TIMEOUT_S + MARGIN_S / 4)
-        assert group.agree().is_ready
+        assert ranks.all(True)
 
 
 def come_late(victim):
     """The victim sleeps through an agreement; how that one ended, and the two after it."""
-    group = TorchTrainerGroup(timeout_s=1.0)
-    assert group.agree().is_ready
+    ranks = TrainerRanks(timeout_s=1.0)
+    assert ranks.all(True)
     if dist.get_rank() == victim:
         time.sleep(1.0 + 2.0 + 1.0)  # the limit, `MARGIN_S`, half of `ROLL_CALL_S`
     ends = []
     for _ in range(3):
         try:
-            ends.append(None if group.agree().is_ready else "not ready")
+            ends.append(None if ranks.all(True) else "not ready")
         except RankLost as error:
             ends.append(str(error))
     return ends
@@ -136,7 +173,7 @@ def come_late(victim):
 
 def run_out_of_memory(victim):
     """The victim has no memory for what the others say at length; how that and the next one end."""
-    group, zeros, sizes = TorchTrainerGroup(timeout_s=TIMEOUT_S), torch.zeros, []
+    ranks, zeros, sizes = TrainerRanks(timeout_s=TIMEOUT_S), torch.zeros, []
 
     def no_memory(nbytes, **how):
         sizes.append(nbytes)
@@ -145,9 +182,9 @@ def run_out_of_memory(victim):
         return zeros(nbytes, **how)
 
     with mock.patch.object(torch, "zeros", no_memory), pytest.raises(RankLost) as lost:
-        group.all_gather("x" * LENGTHS[-1])
+        ranks.gather("x" * LENGTHS[-1])
     assert len(sizes) == 2
-    return str(lost.value), group.agree().is_ready
+    return str(lost.value), ranks.all(True)
 
 
 def leaves_amid_an_exchange():
@@ -164,38 +201,45 @@ def leaves_amid_an_exchange():
     return seconds
 
 
-SIGNATURES = tuple(rank << 40 for rank in range(WORLD_SIZE))
+def test_items_reach_everyone(pool):
+    reason = Reason("rank 3: slow", is_final=False)
+    for rank, (of_replica, *found, steps) in enumerate(pool.run(each_asks)):
+        assert of_replica == ((0, 1), (2, 3))[rank // 2]
+        everyone = [{"rank": rank} for rank in range(WORLD_SIZE)]
+        assert found == [everyone, list(LENGTHS), [False, True]]
+        assert steps == [(rank, None), (None, reason)]
 
 
-@pytest.mark.parametrize(
-    ("failures", "waiting", "agreement"),
-    [
-        ({}, (), Agreement((), True, SIGNATURES)),
-        ({}, (2,), Agreement((), False, SIGNATURES)),
-        (
-            {1: "no memory", 3: "no peer"},
-            (2,),
-            Agreement(("rank 1: no memory", "rank 3: no peer"), False, SIGNATURES),
-        ),
-    ],
-    ids=["well", "one waits", "two fail"],
-)
-def test_all_ranks_learn_the_same(pool, failures, waiting, agreement):
-    assert pool.run(each_agrees, failures, waiting) == [agreement] * WORLD_SIZE
+def test_a_rank_on_its_own_meets_itself():
+    ranks, turns = Ranks(), iter((None, None, "done"))
+    assert ranks.gather(3) == [3]
+    assert ranks.poll(lambda: next(turns)) == ["done"]
+    assert ranks.step(lambda: [][0])[1].text.startswith("rank 0: Traceback")
+    with pytest.raises(RanksFailed, match=r"(?s)rank 0: .*no memory"), ranks.stage():
+        raise ValueError("no memory")
 
 
-def test_a_process_on_its_own_agrees_with_itself():
-    group = TrainerGroup()
-    assert group.agree(signature=3) == Agreement((), True, (3,))
-    assert group.agree(is_ready=False) == Agreement((), False, (None,))
-    assert group.agree("no memory") == Agreement(("rank 0: no memory",), False, (None,))
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("failing", [(1,), (1, 3), (0, 1, 2, 3)], ids=["one", "two", "all"])
+def test_all_ranks_raise_the_same_failures(pool, failing, call):
+    (kind, text, *_), *others = pool.run(some_fail, failing, call)
+    for answer in ((kind, text, True, list(range(WORLD_SIZE))), *others):
+        assert answer == (WeightSyncError, text, True, list(range(WORLD_SIZE)))
+    assert all(f"ValueError: no memory on {rank}" in text for rank in failing)
+    assert text.count("no memory on") == len(failing)
 
 
-def test_items_reach_the_leader_or_everyone(pool):
-    everyone = [{"rank": rank} for rank in range(WORLD_SIZE)]
-    gathered = [[b"\0", b"\1"], None, [b"\2", b"\3"], None]
-    told = everyone, list(LENGTHS), [False, True], [None, Reason("rank 3: slow", is_final=False)]
-    assert pool.run(each_asks) == [(items, *told) for items in gathered]
+def test_values_that_must_be_the_same_are_named(pool):
+    (text,) = set(pool.run(ranks_differ))
+    assert text.endswith("the ranks differ: rank 0: 0; rank 1: 1; rank 2: 1; rank 3: 1")
+
+
+@pytest.mark.parametrize("how", [ValueError("late"), KeyboardInterrupt()], ids=repr)
+def test_a_late_failure_ends_no_other_stage(pool, how):
+    """One of a rank after which no rank meets it in that stage."""
+    for rank, (error, gathered) in enumerate(pool.run(leaves_late, how)):
+        assert error == (repr(how) if rank == 1 else None)
+        assert gathered == list(range(WORLD_SIZE))
 
 
 def test_all_ranks_wait_for_the_last_task(pool):
@@ -218,10 +262,10 @@ def test_nobody_waits_where_nobody_has_a_task(pool):
 # Ranks that are lost.
 
 
-class Losing(TrainerGroup):
+class Losing(TrainerRanks):
     """Has lost a rank."""
 
-    def agree(self, *_, **__):
+    def _exchange(self, turn):
         raise RankLost("rank 2 did not answer")
 
 
@@ -236,7 +280,7 @@ def test_a_task_ends_when_a_rank_is_lost():
 
     async def stage():
         with pytest.raises(RankLost):
-            await run_in_step(Losing(), "wake", work())
+            await run_on_all(Losing(), "wake", work())
         await asyncio.sleep(0)
         return list(ended)
 
