@@ -50,15 +50,16 @@ $(DEPS)/.complete:
 	@.venv/bin/python -m pip install -q --no-deps --no-build-isolation -e .
 	@touch $@
 
-lint: setup ## ruff and mypy
+lint: setup ## ruff, the rules of plain English and mypy
 	$(DEPS)/bin/ruff check .
 	$(DEPS)/bin/ruff format --check .
+	$(RUN) tools/plain_english.py
 	$(RUN) -m mypy
 
 unit: setup ## the tests that start no servers
 	$(RUN) -m pytest -q -m "not e2e and not gpu" $(PYTEST_ARGS)
 
-test: lint ## ruff, mypy and the tests (the GPU ones skip with a reason where there is no GPU)
+test: lint ## lint, and the tests (the GPU ones skip with a reason where there is no GPU)
 	$(RUN) -m pytest -q -m "not slow" $(PYTEST_ARGS)
 
 test-slow: setup ## the rest: more models, Megatron, broadcasts, faults, two hosts (30 minutes)

@@ -1,1 +1,1 @@
-"""Hydra plugin of verl-sglang-sync; `hydra_plugins` itself is a namespace package."""
+"""Hydra plugin of verl-sglang-sync. `hydra_plugins` itself is a namespace package."""

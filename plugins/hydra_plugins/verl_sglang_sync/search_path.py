@@ -5,7 +5,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 
 class WeightSyncSearchPathPlugin(SearchPathPlugin):
-    """Makes `+weight_sync=<preset>` known to `verl.trainer.main_ppo` and other verl recipes.
+    """The plugin by which verl's recipes find the presets of `+weight_sync=<preset>`.
 
     Source: https://hydra.cc/docs/advanced/plugins/overview/
     """

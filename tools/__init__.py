@@ -1,0 +1,1 @@
+"""Checks of this project's own text, run by `make lint`."""
