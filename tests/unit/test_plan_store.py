@@ -346,7 +346,7 @@ def test_whole_buckets_are_wanted_where_an_arranged_one_would_load_otherwise(
 
     monkeypatch.setattr("sglang_loader.load_plan.arrange.arrange", misplaced)
     assert loader.arrange() is ALL_WHOLE
-    assert "reads of them: bucket 1: what it reads gives other data" in caplog.text
+    assert "will be sent: bucket 1: what it reads gives other data" in caplog.text
 
 
 def test_what_cannot_be_proved_now_is_asked_again(loader, caplog, monkeypatch):

@@ -1,1 +1,1 @@
-"""One sync on one engine rank: receive, load (eagerly or by plan), check, publish."""
+"""One sync on one engine rank: receive, load (eagerly or by load plan), check, publish."""

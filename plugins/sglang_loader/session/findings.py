@@ -1,12 +1,13 @@
-"""Finds which tensors of a sync do not fit the engine's model, from the uses that `load_weights`
-made of them. Pure.
+"""Search for tensors of a sync that do not fit the engine's model. Pure.
 
-A rank of a tensor-parallel engine reads its part of a tensor, an expert-parallel one its experts
-alone. So each rank makes a `RankView` of its own loads, and `judge` combines all of them: a tensor
-is unexpected if no rank uses it, and its bytes are read if any rank reads them.
+The evidence is the use that `load_weights` made of each tensor. A tensor-parallel rank reads its
+part of a tensor, an expert-parallel rank reads its experts alone. Each rank therefore makes a
+`RankView` of its own loads, and `judge` combines the views. A tensor is unexpected if no rank uses
+the tensor. A byte counts as read if any rank reads the byte.
 
-The model's published checkpoint tells what is normal: a tensor that it has in the same shape is
-unexpected only if no rank uses it and a parameter of its module stays unwritten.
+The model's published checkpoint shows which tensors are normal. If the checkpoint has a tensor in
+the same shape, the tensor is unexpected only under two conditions: no rank uses the tensor, and a
+parameter of the tensor's module stays unwritten.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.uses import BucketUses, TensorUse
 
 PublishedTensors = Mapping[str, BucketTensor]
-"""The tensors of a published checkpoint, by name; their offsets mean nothing."""
+"""The tensors of a published checkpoint, by name. Their offsets are unused."""
 
 _TIED_HEAD = "lm_head.weight"
 _EMBEDDING = "embed_tokens.weight"
@@ -37,16 +38,16 @@ _ROTARY = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cache
 
 @dataclass(frozen=True)
 class RankView:
-    """How the tensors of a sync fit the model on one rank.
+    """The fit of a sync's tensors on one rank.
 
     Attributes:
         unused: tensors that do not change the model on this rank.
-        partial: by name, the regions that were read of tensors that were not read as a whole.
-        clashes: by name, why a tensor's kind of number or size is not that of its destination; with
-            `unknown`, only where one of both is in fp8.
+        partial: for each tensor that was read in part, the regions that were read.
+        clashes: for each tensor whose kind of number or size differs from its destination's, the
+            reason. If `unknown` is set, only clashes between fp8 and another dtype are listed.
         missing: weights that nothing in the sync writes on this rank.
-        doubtful: parameters that are not written, where it is unknown whether they should be.
-        unknown: why all this could not be found on this rank, or None.
+        doubtful: unwritten parameters that may or may not need a tensor.
+        unknown: the reason why this rank could not check the tensors, or None.
         contents: see `BucketUses`, of all buckets.
     """
 
@@ -61,14 +62,15 @@ class RankView:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Which tensors of a sync do not fit the model, on all ranks together.
+    """The tensors of a sync that do not fit the model, on all ranks together.
 
     Attributes:
-        not_checked: why nothing could be checked, or None.
-        unexpected: tensors that the model drops, or does not know.
-        mismatched: tensors whose shape or dtype it cannot take, each with the reason.
+        not_checked: the reason why nothing could be checked, or None.
+        unexpected: tensors that the model drops, or has no parameter for.
+        mismatched: tensors whose shape or dtype the model cannot take, each with the reason.
         missing: weights that nothing in the sync writes.
-        doubtful: weights that may be missing or unexpected: only a published checkpoint could tell.
+        doubtful: weights that may be missing or unexpected. Only a published checkpoint could
+            decide.
     """
 
     not_checked: str | None = None
@@ -83,44 +85,42 @@ class Verdict:
         return not (self.unexpected or self.mismatched or self.missing)
 
     def text(self) -> str:
-        """What does not fit, in words, long lists cut short."""
+        """Return the tensors that do not fit, as text. Long lists are cut short."""
         kinds = {
             "mismatched": self.mismatched,
             "missing": self.missing,
             "unexpected": self.unexpected,
         }
-        return "; ".join(
-            f"{len(found)} {kind}: {listed(found)}" for kind, found in kinds.items() if found
+        return ". ".join(
+            f"{len(names)} {kind}: {listed(names)}" for kind, names in kinds.items() if names
         )
 
     def remark(self) -> str:
-        """One line for the user about a sync that is not refused; "" if there is nothing to say."""
+        """Return one line for the user about a sync that is not refused, or "" if all is well."""
         parts = [
             f"not checked: {self.not_checked}" if self.not_checked is not None else "",
             "" if self.fits else f"the weights do not fit the engine's model: {self.text()}",
             f"not sent, or not used: {listed(self.doubtful)}" if self.doubtful else "",
         ]
-        return " ".join("; ".join(filter(None, parts)).split())
+        return " ".join(". ".join(filter(None, parts)).split())
 
 
-def _may_become(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether a cast keeps the value: not from floats of 8 or 4 bits, which have a scale."""
+def _keeps_value(source: torch.dtype, target: torch.dtype) -> bool:
     if source == target:
         return True
     if "float8" in str(source) or "float4" in str(source):
-        return False
+        return False  # the value also depends on a scale
     if source.is_complex or target.is_complex:
         return source.is_complex and target.is_complex
     return source.is_floating_point == target.is_floating_point
 
 
-def _both_scaled(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether both or neither of the dtypes need a scale."""
+def _both_or_neither_scaled(source: torch.dtype, target: torch.dtype) -> bool:
     return (source in _SCALED) == (target in _SCALED)
 
 
 def view_of(uses: Sequence[BucketUses]) -> RankView:
-    """One rank's view, except for `missing` and `doubtful`."""
+    """Build one rank's view, without `missing` and `doubtful`."""
     partial, clashes = {}, {}
     for tensor, use in _used(uses):
         if use.is_applied and use.parts and None not in use.parts:
@@ -134,9 +134,13 @@ def view_of(uses: Sequence[BucketUses]) -> RankView:
 
 
 def clashes_of(
-    uses: Sequence[BucketUses], agree: Callable[[torch.dtype, torch.dtype], bool] = _may_become
+    uses: Sequence[BucketUses], agree: Callable[[torch.dtype, torch.dtype], bool] = _keeps_value
 ) -> dict[str, str]:
-    """By name, the tensors whose dtype does not `agree` with that of a destination, and why."""
+    """Find the tensors whose dtype does not `agree` with a destination's dtype.
+
+    Returns:
+        By tensor name, the two dtypes as text.
+    """
     return {
         tensor.name: f"{_short(tensor.dtype)}, the engine has {_short(target)}"
         for tensor, use in _used(uses)
@@ -146,14 +150,13 @@ def clashes_of(
 
 
 def view_of_quantised(uses: Sequence[BucketUses], unknown: str) -> RankView:
-    """The view of a quantised model, whose loader may convert tensors in any way. Only a cast to or
-    from fp8 is surely wrong: it ignores the scale.
-    """
-    return RankView(unknown=unknown, clashes=clashes_of(uses, _both_scaled))
+    """Build the view of a quantised model: only clashes between fp8 and another dtype are found."""
+    # The loader may convert tensors in any way. But a plain cast to or from fp8 ignores the scale.
+    return RankView(unknown=unknown, clashes=clashes_of(uses, _both_or_neither_scaled))
 
 
 def _used(uses: Sequence[BucketUses]) -> Iterator[tuple[BucketTensor, TensorUse]]:
-    """The tensors with bytes that were read, and what became of them."""
+    """Yield each tensor of which bytes were read, with its use."""
     for bucket in uses:
         for tensor in bucket.layout.tensors:
             if tensor.nbytes and (use := bucket.tensors.get(tensor.name)) is not None:
@@ -167,16 +170,20 @@ def missing_tensors(
     *,
     starts_random: bool = False,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The weights (surely missing, perhaps missing) from a sync that left parameters unwritten.
+    """Find the weights that are missing from a sync, if the sync left parameters unwritten.
 
-    They are the published checkpoint's tensors that were not sent and belong to the same module as
-    such a parameter. Without any, the parameters themselves are named: as surely missing if the
-    same parameter of another layer or expert was written.
+    A missing weight is a tensor of the published checkpoint that was not sent and belongs to the
+    module of an unwritten parameter. If there is no such tensor, the unwritten parameters
+    themselves are named. Such a parameter is surely missing if the sync wrote the same parameter of
+    another layer or expert.
 
     Args:
         starts_random: the engine was launched with random weights. An unwritten parameter is then
-            surely missing, unless the sync has brought the whole published checkpoint. In that case
-            the parameter is perhaps missing.
+            surely missing, unless the sync brought the whole published checkpoint. In that case the
+            parameter is perhaps missing.
+
+    Returns:
+        The weights that are surely missing, and the weights that are perhaps missing.
     """
     unsent: list[str] = []
     if published is not None:
@@ -201,7 +208,7 @@ def missing_tensors(
 
 
 def _written(uses: Sequence[BucketUses], destinations: Destinations) -> dict[str, bool]:
-    """Whether the sync has written all of each parameter, by name."""
+    """Return for each parameter, by name, True if the sync has written all of its bytes."""
     written = {
         storage.name: merge(
             interval for bucket in uses for interval in bucket.written.get(storage.name, ())
@@ -216,9 +223,11 @@ def _written(uses: Sequence[BucketUses], destinations: Destinations) -> dict[str
 
 
 def _module(parameter: str) -> str:
-    """The module whose tensors an engine may have fused into a parameter: the layer's block that it
-    lies in (`layers.3.self_attn` for `model.layers.3.self_attn.qkv_proj.weight`), or its own
-    outside of layers. From the layer's number on, because prefixes differ from a checkpoint's.
+    """Return the module whose tensors an engine may have fused into a parameter.
+
+    For a parameter in a layer, the module is the layer's block: `layers.3.self_attn` for
+    `model.layers.3.self_attn.qkv_proj.weight`. For other parameters, the module is the parameter's
+    own.
     """
     parts = _from_layer(parameter)
     return ".".join(
@@ -232,6 +241,10 @@ def _modules_above(name: str) -> set[str]:
 
 
 def _from_layer(name: str) -> list[str]:
+    """Split a name at its dots. Return the parts from the layer on, or the last two without a
+    layer.
+    """
+    # An engine's prefixes differ from a checkpoint's.
     parts = name.split(".")
     number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
     return parts[-2:] if number is None else parts[max(0, number - 1) :]
@@ -240,7 +253,7 @@ def _from_layer(name: str) -> list[str]:
 def judge(
     tensors: Sequence[BucketTensor], views: Sequence[RankView], published: PublishedTensors | None
 ) -> Verdict:
-    """All ranks' views of a sync's tensors as one verdict; the same on every rank."""
+    """Combine the views of all ranks into one verdict, the same on every rank."""
     if blind := [view for view in views if view.unknown is not None]:
         clashes = {name: reason for view in blind for name, reason in view.clashes.items()}
         unscaled = (_described(t, clashes[t.name], None) for t in tensors if t.name in clashes)
@@ -279,19 +292,19 @@ def judge(
 
 
 def _in_modules_of(parameters: Iterable[str], tensors: Iterable[str]) -> tuple[str, ...]:
-    """The parameters in whose modules one of the tensors lies."""
+    """Return the parameters whose module contains one of the tensors."""
     modules = {module for name in tensors for module in _modules_above(name)}
     return tuple(name for name in parameters if _module(name) in modules)
 
 
 def _is_normal(tensor: BucketTensor, expected: BucketTensor) -> bool:
-    return expected.shape == tensor.shape and _may_become(tensor.dtype, expected.dtype)
+    return expected.shape == tensor.shape and _keeps_value(tensor.dtype, expected.dtype)
 
 
 def _mismatch(
     tensor: BucketTensor, views: Sequence[RankView], expected: BucketTensor | None
 ) -> str | None:
-    """Why a tensor that `load_weights` accepted does not fit, or None."""
+    """Return the reason why a tensor that `load_weights` accepted does not fit, or None."""
     clash = next((view.clashes[tensor.name] for view in views if tensor.name in view.clashes), None)
     if clash is not None:
         return clash
@@ -303,9 +316,11 @@ def _mismatch(
 
 
 def _droppable(tensors: Sequence[BucketTensor], views: Sequence[RankView]) -> set[str]:
-    """Names of rotary tables, which are computed, and of output layers tied to an embedding: of
-    tensors with the bytes of an embedding that is used. Only where the bytes of some tensor of
-    that shape are not known, an output layer of an embedding's shape is taken for tied by its name.
+    """Return the names of tensors that a model may drop.
+
+    These are rotary tables, and output layers that are tied to an embedding. An output layer is
+    tied if its bytes equal those of an embedding that is used. If the bytes are unknown for a
+    tensor of its shape, an output layer is tied if it has the usual name and an embedding's shape.
     """
     contents = {name: content for view in views for name, content in view.contents.items()}
     used = {
@@ -315,29 +330,31 @@ def _droppable(tensors: Sequence[BucketTensor], views: Sequence[RankView]) -> se
     }
     shapes = {tensor.shape for tensor in tensors if tensor.name.endswith(_EMBEDDING)}
     unknown = {tensor.shape for tensor in tensors if tensor.name not in contents}
-    found: set[str] = set()
+    droppable: set[str] = set()
     for tensor in tensors:
         if tensor.shape not in unknown:
             is_tied = contents[tensor.name] in used
         else:
             is_tied = tensor.name.endswith(_TIED_HEAD) and tensor.shape in shapes
+        # An engine computes rotary tables itself.
         if is_tied or tensor.name.endswith(_ROTARY):
-            found.add(tensor.name)
-    return found
+            droppable.add(tensor.name)
+    return droppable
 
 
 def _unread_bytes(tensor: BucketTensor, views: Sequence[RankView]) -> int:
-    """A lower bound: parts that overlap count twice."""
+    """Return a lower bound of the number of bytes that no rank reads."""
     users = [view for view in views if tensor.name not in view.unused]
     if not all(tensor.name in view.partial for view in users):
         return 0  # some rank reads all of it
     parts = {part for view in users for part in view.partial[tensor.name]}
+    # Parts may overlap: then the sum counts bytes twice.
     return max(0, tensor.nbytes - sum(math.prod(p.shape) * p.itemsize for p in parts))
 
 
 def _described(tensor: BucketTensor, reason: str, expected: BucketTensor | None) -> str:
     if expected is not None and expected.shape != tensor.shape:
-        reason += f"; published: {list(expected.shape)}"
+        reason += f", published: {list(expected.shape)}"
     return f"{tensor.name} {list(tensor.shape)} ({reason})"
 
 

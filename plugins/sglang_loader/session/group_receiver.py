@@ -1,4 +1,4 @@
-"""Receives the buckets that are broadcast or sent to an engine on other devices."""
+"""Reception of the buckets that are broadcast or sent to an engine on other devices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_BUFFERS = 2
 
 @dataclass(frozen=True)
 class _IncomingBucket:
-    """A bucket that is being received in a group, into `buffer`."""
+    """A bucket that is being received in a process group, into `buffer`."""
 
     name: str
     group: Any
@@ -28,7 +28,7 @@ class _IncomingBucket:
     transfers: list[Transfer] = field(default_factory=list)
 
     def is_over(self) -> bool:
-        """False if bytes may still come, also after a transfer has failed."""
+        """Return False if bytes may still come, also after a transfer has failed."""
         try:
             return all(transfer.is_done() for transfer in self.transfers)
         except BroadcastError:
@@ -36,8 +36,10 @@ class _IncomingBucket:
 
 
 class GroupReceiver:
-    """Receives buckets into two buffers, which are kept from sync to sync: while a bucket is loaded
-    from one, the next comes into the other. The interface is that of `MappedMemory`.
+    """A receiver of buckets, with two buffers that are kept from sync to sync.
+
+    While a bucket is loaded from one buffer, the next bucket comes into the other. The interface is
+    that of `MappedMemory`.
     """
 
     max_unread = NUM_BUFFERS
@@ -55,10 +57,10 @@ class GroupReceiver:
     def begin_session(
         self, group: Any, senders: Any, device: torch.device, timeout_s: float
     ) -> GroupReceiver:
-        """Begin a session; returns itself.
+        """Begin a session, and return this receiver.
 
         Args:
-            group: process group whose rank 0, the trainer's first rank, broadcasts.
+            group: process group in which rank 0, the trainer's first rank, broadcasts.
             senders: process group in which all trainer ranks send, or None.
             device: of the buffers.
             timeout_s: longest time that a transfer may take, in seconds.
@@ -71,7 +73,7 @@ class GroupReceiver:
         """Begin to receive a bucket.
 
         Raises:
-            SessionError: it is neither broadcast nor sent by the trainer's ranks.
+            SessionError: the bucket is neither broadcast nor sent by the trainer's ranks.
         """
         if message.buffers or (message.arranged and not message.receives):
             raise SessionError(
@@ -107,8 +109,9 @@ class GroupReceiver:
         return self._incoming[-1]
 
     def _buffer(self, index: int, nbytes: int) -> torch.Tensor:
-        """The buffer for the `index`-th bucket of a sync, at least `nbytes` long; it overwrites the
-        bucket `NUM_BUFFERS` before.
+        """Return the buffer for the `index`-th bucket of a sync, at least `nbytes` long.
+
+        The new bucket overwrites the bucket that came `NUM_BUFFERS` before.
         """
         slot = index % NUM_BUFFERS
         if self._buffers[slot].numel() < nbytes or self._buffers[slot].device != self._device:
@@ -118,44 +121,50 @@ class GroupReceiver:
         return self._buffers[slot]
 
     def has_arrived(self) -> bool:
-        """True if the oldest bucket that was begun is complete.
+        """Return True if the oldest bucket that was begun is complete.
 
         Raises:
-            BroadcastError: it did not come in time, or a trainer rank is gone.
+            BroadcastError: the bucket did not come in time, or a trainer rank is gone.
         """
         oldest = self._incoming[0]
-        return all(each.has_arrived(self._timeout_s, oldest.name) for each in oldest.transfers)
+        return all(
+            transfer.has_arrived(self._timeout_s, oldest.name) for transfer in oldest.transfers
+        )
 
     def source(self, message: LoadBucket, nbytes: int) -> BucketSource:
-        """Where the oldest bucket that was begun is, once it `has_arrived`."""
+        """Return the source of the oldest bucket that was begun. `has_arrived` must have returned
+        True.
+        """
         return self._sources.of(message, {0: self._incoming.popleft().buffer}, nbytes)
 
     def release(self) -> None:
-        """End a session; drop buffers into which bytes may still come, whose groups are broken.
+        """End a session, and drop the buffers into which bytes may still come.
 
-        On a GPU such a transfer is aborted: it would block whatever frees memory there, such as the
-        release of the KV cache. On a CPU it ends when the group is left, after the trainer has been
-        told why the session failed: aborting it would make the trainer's own transfers fail first.
+        The process groups of such transfers cannot be used any more.
         """
-        unfinished = [each for each in self._incoming if not each.is_over()]
+        unfinished = [bucket for bucket in self._incoming if not bucket.is_over()]
         self._incoming.clear()
         self._group = self._senders = None
         if not unfinished:
             return
         if self._device.type == "cuda":
-            for group in {each.group for each in unfinished}:
+            # A running transfer would block whatever frees GPU memory, such as the release of the
+            # KV cache.
+            for group in {bucket.group for bucket in unfinished}:
                 abort(group)
         else:
+            # These transfers end when the group is left, after the trainer has received the reason
+            # of the failure. An abort here would make the trainer's own transfers fail first.
             self._unfinished += unfinished
         self._drop_buffers()
 
     def is_waiting_in(self, group: Any) -> bool:
-        """True if a transfer of an ended session is still outstanding in this group."""
-        return any(each.group is group and not each.is_over() for each in self._unfinished)
+        """Return True if a transfer of an ended session is still outstanding in this group."""
+        return any(bucket.group is group and not bucket.is_over() for bucket in self._unfinished)
 
     def drop_group(self, group: Any) -> None:
-        """Forget a group that this process leaves, and free the buffers."""
-        self._unfinished = [each for each in self._unfinished if each.group is not group]
+        """Drop the references to a group that this process leaves, and free the buffers."""
+        self._unfinished = [bucket for bucket in self._unfinished if bucket.group is not group]
         self._drop_buffers()
 
     def _drop_buffers(self) -> None:

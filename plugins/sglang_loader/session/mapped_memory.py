@@ -1,6 +1,6 @@
-"""The trainer's memory as an engine process maps it, and where a session's buckets lie in it.
+"""The trainer's memory as an engine process maps it, and the places of a session's buckets in it.
 
-Mapped buffers outlive a session, so that a later one need not map them again.
+Mapped buffers outlive a session, so that a later session need not map them again.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from sglang_loader.common.session.messages import SessionError
 from sglang_loader.common.shared_memory import map_buffer
 
 MAX_SOURCES = 2
-"""Cached for each bucket: it comes packed from the export, or as pieces of parameters."""
+"""Cached sources for each bucket, which comes packed from the export or as pieces of parameters."""
 
 
 class MappedMemory:
     """Buffers of the trainer that this process maps, from which it reads buckets in place.
 
-    It serves one session after the other: `begin_session` comes first, `release` last. A buffer is
-    mapped by name, and unmapped with the session unless the trainer asked to keep it. The other
-    methods are those of `GroupReceiver`: a session begins up to `max_unread` buckets ahead of those
-    that it has read, and reads them in order.
+    An object serves one session after the other. `begin_session` comes first, `release` last. A
+    buffer is mapped by name. At the end of a session the buffer is unmapped, unless the trainer
+    asked to keep it mapped. `GroupReceiver` has the same methods: a session begins up to
+    `max_unread` buckets before it has read them, and reads the buckets in order.
     """
 
     max_unread = sys.maxsize  # the trainer knows how many buffers it has
@@ -42,7 +42,7 @@ class MappedMemory:
         self._device = torch.device("cpu")
 
     def begin_session(self, device: torch.device) -> MappedMemory:
-        """Returns itself; `device` is that of the engine's weights."""
+        """Begin a session, and return this object. `device` is that of the engine's weights."""
         self._device = device
         return self
 
@@ -54,7 +54,7 @@ class MappedMemory:
         """Map the buffers of the next bucket that are not mapped yet.
 
         Raises:
-            SessionError: one is not mapped, and came without a handle.
+            SessionError: a buffer is not mapped, and its message has no handle.
             CannotMap: see `map_buffer`.
         """
         for buffer in message.buffers:
@@ -68,11 +68,11 @@ class MappedMemory:
             self._slots[buffer.slot] = self._mapped[name]
 
     def has_arrived(self) -> bool:
-        """Always True: the trainer announces a bucket when its bytes are in place."""
+        """Return True: the trainer announces a bucket when its bytes are in place."""
         return True
 
     def source(self, message: wire.LoadBucket, nbytes: int) -> BucketSource:
-        """See `SourceCache.of`."""
+        """Return the source of a bucket, as `SourceCache.of` does."""
         return self._sources.of(message, self._slots, nbytes)
 
     def release(self) -> None:
@@ -89,9 +89,11 @@ class MappedMemory:
 
 
 class SourceCache:
-    """Bucket sources of earlier syncs, by index: a bucket may have thousands of pieces, and plans
-    bind their copies to its map and source. The same pieces give the same `BucketMap`, and in the
-    same memory the same `BucketSource`.
+    """The bucket sources of earlier syncs, by the bucket's index.
+
+    The same pieces give the same `BucketMap`. The same pieces in the same memory give the same
+    `BucketSource`. A bucket may have thousands of pieces, and load plans bind their copies to its
+    map and source.
     """
 
     def __init__(self) -> None:
@@ -102,13 +104,17 @@ class SourceCache:
     def of(
         self, message: wire.LoadBucket, slots: Mapping[int, torch.Tensor], nbytes: int
     ) -> BucketSource:
-        """Where the bucket of a message is; `nbytes`: its size, arranged or whole.
+        """Return the source of the bucket that a message announces.
+
+        Args:
+            slots: the buffers of this session, by slot.
+            nbytes: size of the bucket, arranged or whole.
 
         Raises:
-            SessionError: a piece lies in no buffer, or leaves it or the bucket.
+            SessionError: a piece lies in no buffer, or exceeds the buffer or the bucket.
         """
         entries = self._by_index[message.index]
-        entry = next((each for each in entries if each.pieces == message.pieces), None)
+        entry = next((entry for entry in entries if entry.pieces == message.pieces), None)
         if entry is None:
             entry = _CachedSource(message.pieces, _map_of(message))
             entries.append(entry)
@@ -138,7 +144,7 @@ class SourceCache:
 
 @dataclass
 class _CachedSource:
-    """The encoded pieces of a message, and the map and last source made of them."""
+    """The encoded pieces of a message, and the map and the last source made of them."""
 
     pieces: bytes
     map: BucketMap

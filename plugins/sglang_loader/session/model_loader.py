@@ -1,4 +1,4 @@
-"""Loads the syncs of one model: by `load_weights` at first, then by a load plan that was checked.
+"""The loader of one model's syncs: `load_weights` at first, then a load plan that was checked.
 
     loader = loader_of(model)
     loader.start(context)
@@ -6,11 +6,12 @@
         loader.load(index, layout, source)
     outcome = loader.finish()
 
-The first sync loads eagerly while its plan is recorded and checked, bucket by bucket; later syncs
-replay. Where the plan does not hold (another layout, another expert map, a parameter at another
-address, a failed check), the model's own `load_weights` loads the rest of that sync, and the reason
-is logged once. Weights are right in either case. An arranged bucket, of which only this rank's part
-has come, cannot be loaded eagerly: then the sync fails.
+The first sync loads eagerly, while its load plan is recorded and checked bucket by bucket. Later
+syncs replay the plan. The plan may cease to hold: another layout, another expert map, a parameter
+at another address, a failed check. Then the model's own `load_weights` loads the rest of that sync,
+and the reason is logged once. The weights are right in either case. An arranged bucket holds only
+this rank's part, so that `load_weights` cannot load it. If the plan does not hold for an arranged
+bucket, the sync fails.
 """
 
 from __future__ import annotations
@@ -39,19 +40,19 @@ from sglang_loader.session.recording import PlanRecorder, contents_of
 logger = logging.getLogger(__name__)
 
 MAX_RECORDINGS = 3
-"""Plans made in a row without one sync replayed in full; the next ones are made at a distance."""
+"""Plans made in a row without one sync replayed in full. After these, eager syncs lie between."""
 
 MAX_SYNCS_APART = 64
-"""The distance is 1 eager sync, then 2, 4, 8 and so on, up to this many."""
+"""Eager syncs between two recordings: 1, then 2, 4, 8 and so on, up to this many."""
 
-WHOLE_BUCKETS = "this TP rank is sent whole buckets, not only the bytes that it reads of them"
+WHOLE_BUCKETS = "partial buckets disabled on this TP rank, whole buckets will be sent"
 
 _ATTRIBUTE = "_verl_sglang_sync_loader"
 
 
 @dataclass(frozen=True)
 class SyncOutcome:
-    """How one sync was loaded; see `messages.Loaded`."""
+    """The outcome of loading one sync. See `messages.Loaded`."""
 
     num_replayed: int
     num_eager: int
@@ -67,8 +68,10 @@ class _LoadMode(Enum):
 
 @dataclass
 class _CheckedPlan:
-    """A plan that was checked, its executor and its probe; its arrangements, once a trainer has
-    asked for them.
+    """A load plan that was checked, with its executor and its probe.
+
+    Attributes:
+        arranged: the arrangements, or None before a trainer has asked for them.
     """
 
     plan: LoadPlan
@@ -78,11 +81,11 @@ class _CheckedPlan:
 
 
 class ModelLoader:
-    """Loads the syncs of one model; one per model and process.
+    """The loader of one model, one per model and process.
 
     Attributes:
         model: the model.
-        uses: those of the tensors of each bucket of this sync, in order.
+        uses: the uses of the tensors of each bucket of this sync, in order.
     """
 
     def __init__(self, model: Any) -> None:
@@ -109,8 +112,10 @@ class ModelLoader:
         """Begin a sync.
 
         Args:
-            uses_plan: False: every bucket goes through `load_weights`, and no plan is kept.
-            is_eager: every bucket of this sync goes through `load_weights`; a plan is kept.
+            context: all that a load plan depends on, by name. A change drops the plan.
+            uses_plan: if False, every bucket goes through `load_weights`, and no plan is kept.
+            is_eager: if True, every bucket of this sync goes through `load_weights`, and the plan
+                is kept.
         """
         changed = what_changed(self._context, context)
         uses_plan = uses_plan and self._distrust is None
@@ -121,7 +126,7 @@ class ModelLoader:
         if changed is not None:
             self._uses_of_bucket, self._unplannable = {}, None
         if self._checked is not None and (changed is not None or not uses_plan):
-            self._drop_plan(changed or "this sync is to be loaded without a plan")
+            self._drop_plan(changed or "the trainer asked for a sync without a load plan")
         if not uses_plan:
             self._load_mode = _LoadMode.EAGER
         elif self._checked is None:
@@ -132,10 +137,12 @@ class ModelLoader:
             self.check_addresses()
 
     def check_addresses(self) -> None:
-        """Drop the plan if a tensor of the model is not where the plan writes it. Done once a sync:
-        before the engine says which arrangements it holds, else while it waits for the trainer,
-        and at the latest before the first bucket is loaded.
+        """Drop the load plan if a tensor of the model is not where the plan writes it.
+
+        Only the first call in a sync does something.
         """
+        # Called before the engine reports its arrangements. Without arrangements, called while the
+        # engine waits for the trainer, and at the latest before the first bucket is loaded.
         if self._addresses_checked:
             return
         self._addresses_checked = True
@@ -145,18 +152,20 @@ class ModelLoader:
 
     @property
     def plan(self) -> LoadPlan | None:
-        """The plan that later syncs will be loaded by, or None."""
+        """The plan by which later syncs will be loaded, or None."""
         return self._checked.plan if self._checked is not None else None
 
     @property
     def arranged(self) -> ArrangedBuckets:
-        """Which buckets may come arranged in this sync, once it has started."""
+        """The buckets that may come arranged in this sync, once the sync has started."""
         if self._checked is None or self._load_mode is not _LoadMode.REPLAY:
             return ALL_WHOLE
         return self._checked.arranged or ALL_WHOLE
 
     def distrust_plan(self, reason: str) -> None:
-        """Load all later syncs by `load_weights`; called once a sync by it has been loaded."""
+        """Load all later syncs by `load_weights`. Call this after a sync that `load_weights` has
+        loaded.
+        """
         self._distrust = reason
         plan, backup = self.plan, backup_of(self.model)
         if plan is not None:
@@ -165,7 +174,10 @@ class ModelLoader:
                 backup.define(plan)
 
     def arrange(self) -> ArrangedBuckets:
-        """Which buckets may come arranged in later syncs; made and proved when first asked for."""
+        """Return the buckets that may come arranged in later syncs.
+
+        The first call makes and checks the arrangements.
+        """
         if self._checked is None:
             return ALL_WHOLE
         if self._checked.arranged is None:
@@ -179,10 +191,11 @@ class ModelLoader:
     def load(
         self, index: int, layout: BucketLayout, source: BucketSource, *, arranged: bool = False
     ) -> bool:
-        """Load the `index`-th bucket of the sync; asynchronous on a GPU. The source stays as it is.
+        """Load the `index`-th bucket of the sync. Asynchronous on a GPU. The source stays
+        unchanged.
 
         Args:
-            arranged: only the part that this rank reads has come, as `self.arranged` says.
+            arranged: if True, only the bytes that this rank reads have come, as in `self.arranged`.
 
         Returns:
             True if all work is on the current stream: the plan was replayed without `load_weights`.
@@ -210,7 +223,7 @@ class ModelLoader:
         return False
 
     def _arranged_plan(self, index: int) -> BucketPlan:
-        """The plan that loads a bucket which came arranged."""
+        """Return the plan that loads an arranged bucket."""
         arranged = self.arranged.bucket(index)
         if arranged is None:
             reason = self._reason or "it has no arrangement of this bucket"
@@ -245,11 +258,11 @@ class ModelLoader:
         )
 
     def _has_loaded_all_of(self, plan: LoadPlan) -> bool:
-        """True if this sync has loaded the buckets of a plan, by the plan or eagerly."""
+        """Return True if this sync has loaded all buckets of a plan, by the plan or eagerly."""
         return [uses.layout for uses in self.uses] == [bucket.layout for bucket in plan.buckets]
 
     def _why_not_recorded(self, first: BucketLayout) -> str | None:
-        """Why no plan is made of a sync that begins with this bucket, or None."""
+        """Return the reason why no plan is made of a sync that begins with this bucket, or None."""
         if self._num_to_wait > 0:
             self._num_to_wait -= 1
             return (
@@ -261,7 +274,7 @@ class ModelLoader:
         return self._unplannable[1]
 
     def _why_not_planned(self, index: int, layout: BucketLayout) -> str | None:
-        """Why the plan cannot load this bucket, or None."""
+        """Return the reason why the plan cannot load this bucket, or None."""
         assert self._checked is not None
         buckets = self._checked.plan.buckets
         if index >= len(buckets):
@@ -271,16 +284,16 @@ class ModelLoader:
         return None
 
     def _replay(self, index: int, source: BucketSource, arranged_plan: BucketPlan | None) -> bool:
-        """Replay a bucket; False if that failed, so that the rest of the sync is to be eager."""
+        """Replay a bucket. Return False if that failed and the rest of the sync must be eager."""
         assert self._checked is not None
         try:
             self._checked.executor.replay(index, source, arranged_plan)
         except Exception as error:
             failed = self._checked.plan
             if arranged_plan is not None:
-                raise  # the rest of the bucket did not come
+                raise  # `load_weights` needs the whole bucket
             if failed.buckets[index].live_in:
-                raise  # what `load_weights` adds to may be half changed
+                raise  # `load_weights` adds to bytes that may be half changed
             self._drop_plan(f"the replay of bucket {index} failed: {error!r}")
             self._failed_replay = failed
             self._load_mode = _LoadMode.EAGER  # a recording needs more memory, and may fail, too
@@ -315,7 +328,7 @@ class ModelLoader:
         self._unplannable = None
         unused = [name for uses in self.uses for name in uses.unused]
         logger.info(
-            "load plan of %s: %d copies in %d buckets, %d tensors left to its loader; "
+            "load plan of %s: %d copies in %d buckets, %d tensors left to load_weights, "
             "ignored tensors: %s",
             type(self.model).__name__,
             plan.num_copies,
@@ -338,14 +351,16 @@ class ModelLoader:
         self.uses.append(self._uses_of_bucket[index])
 
     def _give_up_plan(self, reason: str) -> None:
-        """Load the rest of this sync, and later ones that begin with the same bucket, eagerly."""
+        """Load the rest of this sync, and later syncs that begin with the same bucket, eagerly."""
         self._note_reason(reason)
         self._unplannable = self.uses[0].layout, reason
         self._load_mode = _LoadMode.EAGER
 
     def _drop_plan(self, reason: str) -> None:
-        """Record another plan in this sync if it has not loaded anything yet, else load its rest
-        eagerly.
+        """Drop the load plan.
+
+        If this sync has not loaded anything yet, it records another plan. Otherwise the rest of the
+        sync is loaded eagerly.
         """
         self._note_reason(reason)
         self._checked = None
@@ -362,22 +377,25 @@ class ModelLoader:
 
 
 def _proved_arrangements(plan: LoadPlan) -> ArrangedBuckets:
-    found = ArrangedBuckets.of(plan.buckets)
-    for index, arranged in enumerate(found.buckets):
+    """Make the arrangements of a plan and check them.
+
+    Returns:
+        The arrangements, or `ALL_WHOLE` if one of them would load other bytes.
+    """
+    arrangements = ArrangedBuckets.of(plan.buckets)
+    for index, arranged in enumerate(arrangements.buckets):
         if arranged is not None:
             reason = why_misarranged(plan.buckets[index], arranged, plan.destinations)
             if reason is not None:
                 logger.error("%s: bucket %d: %s", WHOLE_BUCKETS, index, reason)
                 return ALL_WHOLE
-    return found
+    return arrangements
 
 
 def loader_of(model: Any) -> ModelLoader:
-    """The loader of a model, the same for as long as the model lives.
-
-    Speculative decoding has two models in one process: the draft and the target.
-    """
-    # An attribute, because a loader holds its model: a global table would keep both for ever.
+    """Return the loader of a model, the same for as long as the model lives."""
+    # Speculative decoding has two models in one process: the draft and the target. The loader is
+    # the model's attribute: a loader holds its model, so a global table would keep both for ever.
     loader = vars(model).get(_ATTRIBUTE)
     if loader is None:
         loader = vars(model)[_ATTRIBUTE] = ModelLoader(model)

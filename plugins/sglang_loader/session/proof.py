@@ -1,16 +1,16 @@
-"""Proof that a sync brings what the engine holds already, bit for bit.
+"""Proof that a sync brings the same bytes that the engine holds already.
 
 Two syncs of the same weights must leave the same bytes. After an exported sync the trainer sends
-its weights once more by the way that it wants to use from then on. Each engine rank then does this:
+the weights once more, by the route that it wants to use from then on. Each engine rank does this:
 
-    1. `HeldWeights.of(loaders)` takes a digest of every storage that the models reach;
-    2. `poison` fills every byte that the load plans write with a pattern;
-    3. the whole sync runs, over the same memory, sockets and process groups as later ones;
-    4. `differing` takes the digests again, and names the tensors of storages that changed.
+1. `HeldWeights.of(loaders)` takes a digest of every storage that the models reach.
+2. `poison` fills every byte that the load plans write with a pattern.
+3. The whole sync runs, over the same memory, sockets and process groups as later syncs.
+4. `differing` takes the digests again, and names the tensors of storages that changed.
 
-A byte that comes from a wrong place, or does not come, leaves other bytes or the pattern. What a
-proof cannot see is a swap of tensors that hold the same bytes now, such as norms that are all ones.
-`num_alike` counts those, and the trainer repeats the proof when they may have parted. Digests are
+If a byte comes from a wrong place, or does not come, the digests differ. One fault stays unseen: a
+swap of tensors that hold the same bytes in this sync, such as norms that are all ones. `num_alike`
+counts such tensors. The trainer repeats the proof when they may have become different. Digests are
 taken on the device, and read each storage once.
 """
 
@@ -33,16 +33,18 @@ from sglang_loader.session.model_loader import ModelLoader
 
 
 class Differs(RuntimeError):
-    """A proof has failed: the sync has left other bytes than the engine held; names the tensors."""
+    """A failed proof: the sync has left other bytes than the engine held. The text names the
+    tensors.
+    """
 
 
 @dataclass(frozen=True)
 class HeldWeights:
-    """Digests of the weights that the models of one engine rank held when a sync began.
+    """The digests of the weights that the models of one engine rank held when a sync began.
 
     Attributes:
         loaders: of the models.
-        destinations: by model, every storage that it reaches.
+        destinations: by model, every storage that the model reaches.
         held: by model, the digests of these storages: int64 `[num_storages, 2]` on the host.
     """
 
@@ -52,15 +54,16 @@ class HeldWeights:
 
     @classmethod
     def of(cls, loaders: Sequence[ModelLoader]) -> HeldWeights:
-        """Take the digests of what the models hold now."""
-        found = [collect_destinations(loader.model) for loader in loaders]
-        return cls(loaders, found, [digests_on_host(each.memory) for each in found])
+        """Take the digests of the models' present bytes."""
+        reached = [collect_destinations(loader.model) for loader in loaders]
+        held = [digests_on_host(destinations.memory) for destinations in reached]
+        return cls(loaders, reached, held)
 
     def poison(self) -> None:
-        """Fill every byte that a sync by the load plans overwrites without reading it first.
+        """Fill every byte that a sync by the load plans overwrites without reading the byte first.
 
         Raises:
-            RuntimeError: a model has no load plan now, so that no way by it can be proven.
+            RuntimeError: a model has no load plan, so that no route can be proven.
         """
         for loader in self.loaders:
             if (plan := loader.plan) is None:
@@ -72,7 +75,7 @@ class HeldWeights:
 
     @property
     def num_alike(self) -> int:
-        """Number of storages that a load plan writes and that held the same bytes as another."""
+        """The number of written storages that held the same bytes as another written one."""
         seen: Counter[tuple[int, ...]] = Counter()
         for loader, before, held in zip(self.loaders, self.destinations, self.held, strict=True):
             written = loader.plan.coverage if loader.plan is not None else {}
@@ -81,7 +84,7 @@ class HeldWeights:
         return sum(count for count in seen.values() if count > 1)
 
     def differing(self) -> list[str]:
-        """The names of tensors whose storages hold other bytes now, or that have moved."""
+        """Return the names of tensors whose storages hold other bytes than before, or moved."""
         names: list[str] = []
         for loader, before, held in zip(self.loaders, self.destinations, self.held, strict=True):
             moved = first_difference(before, collect_destinations(loader.model))

@@ -1,7 +1,7 @@
-"""Makes a model's load plan while `load_weights` loads a sync, bucket by bucket.
+"""Recording of a model's load plan while `load_weights` loads a sync, bucket by bucket.
 
-New buckets are traced even if no plan is wanted or possible: the uses of their tensors tell whether
-they fit the model.
+New buckets are traced even if no plan is wanted or possible. The uses of their tensors show whether
+the tensors fit the model.
 """
 
 from __future__ import annotations
@@ -26,10 +26,13 @@ from sglang_loader.load_plan.verify import Digests, check_bucket
 
 
 class PlanRecorder:
-    """Observes a model's `load_weights`, compares it with plans, and makes the plan of a sync.
+    """The recorder of a model's load plan.
+
+    A recorder observes the model's `load_weights`, compares plans with it, and makes the plan of a
+    sync.
 
     Attributes:
-        load_weights: the model's; its errors name the tensor.
+        load_weights: the model's method. Errors name the tensor.
     """
 
     def __init__(self, model: Any) -> None:
@@ -38,15 +41,17 @@ class PlanRecorder:
         self.restart()
 
     def restart(self) -> None:
-        """Begin another sync: forget the last one, and digests of the model, which may be stale."""
-        self._digests: Digests = {}
+        """Begin another sync, and drop all that was recorded of the last one."""
+        self._digests: Digests = {}  # of the model, which may have changed since the last sync
         self._destinations: Destinations | None = None  # after the last traced bucket
         self._buckets: list[BucketPlan] = []
 
     def trace(
         self, layout: BucketLayout, buffer: torch.Tensor
     ) -> tuple[TracedBucket | None, BucketUses]:
-        """Load a bucket; returns its trace (None if it has none) and the uses of its tensors."""
+        """Load a bucket, and return its trace (None if no trace is possible) and the uses of its
+        tensors.
+        """
         contents = contents_of(self._model, layout, buffer)  # before the loader may change them
         try:
             traced = trace_bucket(
@@ -60,13 +65,17 @@ class PlanRecorder:
     def why_unproven(
         self, bucket: BucketPlan, destinations: Destinations, buffer: torch.Tensor
     ) -> str | None:
-        """Load a bucket eagerly and by its plan; returns how the results differ, or None."""
+        """Load a bucket eagerly and by its plan, and return how the results differ, or None."""
         return check_bucket(
             self._model, bucket, destinations, self.load_weights, buffer, self._digests
         )
 
     def record(self, layout: BucketLayout, buffer: torch.Tensor) -> tuple[BucketUses, str | None]:
-        """Load the next bucket; returns its tensors' uses, and why it has no plan, or None."""
+        """Load the next bucket.
+
+        Returns:
+            The uses of its tensors, and the reason why it has no plan, or None.
+        """
         traced, uses = self.trace(layout, buffer)
         if traced is None:
             return uses, str(uses.problem)
@@ -81,15 +90,17 @@ class PlanRecorder:
         return uses, None
 
     def finish(self) -> LoadPlan:
-        """The plan of the sync, all of whose buckets were recorded; raises PlanRefused if there is
-        none.
+        """Return the plan of the sync, all of whose buckets must have been recorded.
+
+        Raises:
+            PlanRefused: the sync has no plan.
         """
         assert self._destinations is not None, "a plan needs at least one bucket"
         return join_buckets(self._buckets, self._destinations)
 
 
 def contents_of(model: Any, layout: BucketLayout, buffer: torch.Tensor) -> dict[str, str]:
-    """The `BucketUses.contents` of a bucket."""
+    """Return the `BucketUses.contents` of a bucket."""
     # SGLang's vocabulary embeddings have these two attributes.
     shapes = {
         (module.org_vocab_size, module.embedding_dim)
@@ -107,24 +118,26 @@ NamedTensor = tuple[str, torch.Tensor]
 
 
 def naming_tensors(model: Any) -> LoadWeights:
-    """The model's `load_weights`, whose errors get a note with the name and shape of the tensor at
-    fault, or of the candidates: SGLang's own message is often just an assertion about two shapes.
+    """Wrap the model's `load_weights`, so that its errors name the tensor at fault.
+
+    The note has the name and shape of the tensor, or of each candidate.
     """
 
+    # SGLang's own message is often just an assertion about two shapes.
     def load_weights(named_tensors: Iterable[NamedTensor]) -> None:
-        given: list[NamedTensor] = []
+        read: list[NamedTensor] = []
 
-        def giving() -> Iterator[NamedTensor]:
+        def recorded() -> Iterator[NamedTensor]:
             for pair in named_tensors:
-                given.append(pair)
+                read.append(pair)
                 yield pair
 
         try:
-            model.load_weights(giving())
+            model.load_weights(recorded())
         except Exception as error:
-            suspects = given[-1:]
-            with suppress(Exception):  # not every tensor has an address; raise `error` in any case
-                suspects = _suspects(error, given) or suspects
+            suspects = read[-1:]
+            with suppress(Exception):  # not every tensor has an address. Raise `error` anyway.
+                suspects = _suspects(error, read) or suspects
             named = " or ".join(f"{name} {list(tensor.shape)}" for name, tensor in suspects)
             error.add_note(f"load_weights failed at {named or 'no tensor'}: {error!r}")
             raise
@@ -132,17 +145,19 @@ def naming_tensors(model: Any) -> LoadWeights:
     return load_weights
 
 
-def _suspects(error: Exception, given: list[NamedTensor]) -> list[NamedTensor]:
-    """The given tensors among the local variables of the innermost function that has any; the last
-    one given is not always at fault, as a loader may take all before it loads the first.
+def _suspects(error: Exception, read: list[NamedTensor]) -> list[NamedTensor]:
+    """Return the tensors of `read` that are local variables of the function that failed.
+
+    That is the innermost function with such a variable.
     """
+    # The last tensor read is not always at fault: a loader may read all before it loads the first.
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     for frame in reversed(frames[2:]):
         values = list(frame.f_locals.values())
         addresses = [t.data_ptr() for t in values if isinstance(t, torch.Tensor)]
-        found = [pair for pair in given if any(_holds(pair[1], at) for at in addresses)]
-        if found:
-            return found
+        suspects = [pair for pair in read if any(_holds(pair[1], at) for at in addresses)]
+        if suspects:
+            return suspects
     return []
 
 

@@ -1,13 +1,13 @@
-"""The engine's end of one session: loads the buckets of one sync as the trainer announces them.
+"""The engine's end of one session: it loads the buckets of one sync as the trainer announces them.
 
-`hooks.weights` has each TP worker serve a `Session` for the request that opens it:
+`hooks.weights` has each TP worker serve a `Session` for the request that opens the session:
 
     session.load()               # until the device has every byte
-    session.confirm()            # all TP ranks have loaded: report it, and wait for the Commit
+    session.confirm()            # all TP ranks have loaded: report that, and wait for the Commit
     session.conclude(failures)   # report the outcome of all TP ranks
 
-The trainer may write into a buffer again as soon as it gets `BucketDone`, sent after the stream has
-finished.
+The engine sends `BucketDone` after the stream has finished with a bucket. From then on the trainer
+may write into the bucket's buffer again.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -48,17 +49,18 @@ POLL_S = 0.0001
 GROUP_GRACE_S = 5.0
 """In a group the engine waits this much longer than the trainer, which can name the late rank."""
 NUM_DESCRIPTORS = 1024
-"""How many descriptors are remembered: one that comes again is refused."""
+"""Number of descriptors that are kept. A request with one of these descriptors is refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SessionSteps:
-    """Callbacks of a session; one that raises ends the session.
+    """Callbacks of a session. A callback that raises ends the session.
 
     Attributes:
-        after_join: called once before any byte is overwritten, while the trainer is waited for.
+        after_join: called once before any byte is overwritten, while the engine waits for the
+            trainer.
         before_writing: called before a proof overwrites weights.
-        before_loading: called with the layout of each bucket before it is loaded.
+        before_loading: called with the layout of each bucket before the bucket is loaded.
     """
 
     after_join: Callable[[], None]
@@ -69,15 +71,15 @@ class SessionSteps:
 _served_descriptors: deque[SessionDescriptor] = deque(maxlen=NUM_DESCRIPTORS)
 _last_distinct: tuple[BucketLayout, ...] = ()
 mapped = MappedMemory()
+"""The mapped memory of all sessions of this process."""
 receiver = GroupReceiver()
-"""Both serve all sessions of this process; `hooks.update_groups` drops the groups that it left."""
+"""The receiver of all sessions of this process. `hooks.update_groups` removes groups from it."""
 
 
 def _when_done(device: torch.device, *, on_current_stream: bool) -> torch.cuda.Event | None:
-    """The event of a bucket that was launched; None: it is done. A loader that may use other
-    streams is waited for at once.
-    """
+    """Return the event of a bucket that was launched, or None if the bucket is done."""
     if device.type != "cuda" or not on_current_stream:
+        # A loader that may use other streams is waited for at once.
         synchronize(device)
         return None
     event = torch.cuda.Event()
@@ -89,15 +91,16 @@ class Session:
     """The engine's part of one session.
 
     Args:
-        descriptor: the trainer's; the signature of one with a group was checked.
-        models: those to be loaded; with speculative decoding two, the target last.
+        descriptor: the trainer's. The caller has checked the signature of a descriptor with a
+            group.
+        models: the models to load. With speculative decoding these are two, the target last.
         steps: called in the course of the session.
-        group: the process group in which buckets are broadcast; None if all are mapped.
+        group: the process group in which buckets are broadcast, or None if all are mapped.
         senders: the process group in which all trainer ranks send, or None.
         wants_proof: see `Hello`.
 
     Attributes:
-        differing: tensors that a proof has found to differ on this rank; see `Loaded`.
+        differing: tensors that differed in a proof on this rank. See `Loaded`.
 
     Raises:
         SessionError: a proxy has repeated the request, which is not executed again.
@@ -143,12 +146,12 @@ class Session:
         self._channel = engine_end(descriptor.endpoint, is_signed=bool(descriptor.group))
 
     def load(self) -> None:
-        """Load until this rank has every byte and reads nothing of the trainer's any more.
+        """Load until this rank has every byte and reads nothing of the trainer's memory any more.
 
         Raises:
-            Differs: the sync has left other bytes than the engine held, in a proof of its way.
-            SessionError: the trainer is gone, silent, aborted, or broke the protocol.
-            Exception: what a step or a model's `load_weights` raised; the trainer gets the
+            Differs: the session proves a route, and has left other bytes than the engine held.
+            SessionError: the trainer is gone, is silent, has aborted, or broke the protocol.
+            Exception: what a step or a model's `load_weights` raised. The trainer gets the
                 traceback, too.
         """
         self._channel.begin(self._descriptor.token, timeout_s=self._limit_s)
@@ -181,7 +184,7 @@ class Session:
 
     @contextmanager
     def _reporting_failure(self) -> Iterator[None]:
-        """If the body raises, send the trainer the traceback and end the session."""
+        """Run the body. If the body raises, send the trainer the traceback and end the session."""
         try:
             yield
         except Exception as error:
@@ -199,15 +202,16 @@ class Session:
             raise
 
     def conclude(self, failures: Sequence[str], kind: wire.FailureKind = "other") -> None:
-        """Report the outcome on all TP ranks to the trainer: what went wrong, or nothing.
+        """Report the outcome on all TP ranks to the trainer: the failures, or that all is
+        published.
 
-        A session that has failed on this rank has reported that, and is closed.
+        A session that has failed on this rank is closed. Its failure was reported.
         """
         if self._has_failed:
             return
         if failures:
             self._mapped.release_all()
-        with suppress(SessionError), self._channel:  # the reply to the request says it, too
+        with suppress(SessionError), self._channel:  # the reply to the request reports it, too
             if failures:
                 self._channel.send(wire.Failed, traceback="\n".join(failures), failure=kind)
             else:
@@ -248,7 +252,9 @@ class Session:
                 _expected(wire.LoadBucket, message)
 
     def _begin_proof(self) -> None:
-        """Before the first bucket, note what the engine holds, and overwrite what will come."""
+        """Take digests of what the engine holds. If the proof is of a route, poison what is to
+        come.
+        """
         if self._descriptor.proof == "none":
             return
         with self._spending("proving"):
@@ -258,10 +264,10 @@ class Session:
                 self._held.poison()
 
     def _end_proof(self) -> None:
-        """Compare what the engine holds now with what it held before the first bucket.
+        """Compare what the engine holds with what it held before the first bucket.
 
         Raises:
-            Differs: the bytes differ, and this session was to bring the same ones.
+            Differs: the bytes differ, and this session proves a route.
         """
         if self._held is None:
             return
@@ -276,15 +282,17 @@ class Session:
                 f"{len(self.differing)} tensors differ from what load_weights made of the full "
                 f"export: {listed(self.differing)}"
             )
-        for loader in self._loaders:  # the plan may be at fault, by which exports are loaded, too
+        # The load plan may be at fault. It loads exports, too.
+        for loader in self._loaders:
             loader.distrust_plan(
-                f"a proof found {len(self.differing)} tensors that the load plan, or the way to "
-                f"it, had left with other bytes: {listed(self.differing)}"
+                f"a proof found {len(self.differing)} tensors with wrong bytes, left by the load "
+                f"plan or the fast way: {listed(self.differing)}"
             )
 
     def _next_message(self) -> FromTrainer:
-        """The trainer's next message. Until it comes, launch buckets as their bytes come, and tell
-        the trainer which of them the device has finished.
+        """Return the trainer's next message.
+
+        Until the message comes, launch buckets as their bytes come, and report finished buckets.
         """
         while self._advance() and not self._channel.has_message():
             pass
@@ -292,7 +300,7 @@ class Session:
             return self._channel.receive()
 
     def _advance(self) -> bool:
-        """Report finished buckets, begin others, launch the next; False if none is left."""
+        """Report finished buckets, begin others, launch the next. Return False if none is left."""
         self._report_finished()
         self._begin_buckets()
         if self._begun and self._memory_of(self._begun[0][0]).has_arrived():
@@ -306,7 +314,7 @@ class Session:
         return True
 
     def _report_finished(self) -> None:
-        """Tell the trainer of the oldest buckets that the device has finished with."""
+        """Report the oldest buckets with which the device has finished."""
         while self._in_flight:
             index, event = self._in_flight[0]
             if event is not None and not event.query():
@@ -326,17 +334,17 @@ class Session:
                 self._channel.send(wire.Receiving, index=message.index)
 
     def _memory_of(self, message: wire.LoadBucket) -> MappedMemory | GroupReceiver:
-        """Where a bucket comes: in the receiver of the group, if any, or in mapped memory."""
+        """Return the memory that a bucket comes to: the group's receiver, or mapped memory."""
         if self._received is None:
             return self._mapped
         if not message.read_only:
             return self._received
-        if self._descriptor.host != host_id():  # what is signed, unlike the messages
+        if self._descriptor.host != host_id():  # the descriptor is signed, unlike the messages
             raise SessionError(f"bucket {message.index} lies in memory of another host")
         return self._mapped
 
     def _load_remaining(self) -> None:
-        """Load all announced buckets, wait for the device, and report them to the trainer."""
+        """Load all announced buckets, wait for the device, and report the buckets."""
         while self._announced or self._begun:
             self._advance()
             if self._channel.has_message():
@@ -347,11 +355,11 @@ class Session:
             self._report_finished()
 
     @contextmanager
-    def _spending(self, what: str) -> Iterator[None]:
+    def _spending(self, stage: str) -> Iterator[None]:
         """Add the body's time to `Loaded.seconds`."""
         started = time.perf_counter()
         yield
-        self._seconds[what] = self._seconds.get(what, 0.0) + time.perf_counter() - started
+        self._seconds[stage] = self._seconds.get(stage, 0.0) + time.perf_counter() - started
 
     def _announce(self, message: wire.LoadBucket) -> None:
         expected = len(self._loaded) + len(self._begun) + len(self._announced)
@@ -372,7 +380,7 @@ class Session:
         self._in_flight.append((message.index, event))
 
     def _arranged_nbytes(self, message: wire.LoadBucket) -> int:
-        """Size of a bucket of which only the arranged bytes came."""
+        """Return the size of an arranged bucket."""
         arranged = self._arranged.bucket(message.index)
         if arranged is None or message.read_only:
             raise SessionError(
@@ -381,7 +389,7 @@ class Session:
         return arranged_nbytes(arranged.arrangement)
 
     def _arrangements_beside(self, trainer_has: str | None) -> bytes | None:
-        """The arrangements for later syncs, unless the trainer has them or wants none."""
+        """Return the arrangements for later syncs. None if the trainer has them or wants none."""
         if trainer_has is None:
             return None
         common = common_arrangements([loader.arrange() for loader in self._loaders])
@@ -400,7 +408,7 @@ class Session:
         _check_distinct(tuple(self._loaded))
         outcomes = [loader.finish() for loader in self._loaders]
         synchronize(self._device)
-        least = min(outcomes, key=lambda each: (each.may_read_in_place, each.num_replayed))
+        least = min(outcomes, key=attrgetter("may_read_in_place", "num_replayed"))
         logger.info(
             "sync: %d buckets replayed, %d loaded eagerly%s",
             least.num_replayed,
@@ -410,11 +418,11 @@ class Session:
         return least
 
     def _release_buffers(self) -> None:
-        """Unmap the trainer's memory, except for buffers that it asked to keep. Only done once."""
+        """Unmap the trainer's memory, except for buffers that the trainer asked to keep."""
         if self._has_released:
             return
         self._has_released = True
-        # A bucket that failed midway is not in flight, and the device may read it all the same.
+        # A bucket that failed midway is not in flight, but the device may still read its buffer.
         synchronize(self._device)
         self._mapped.release()
         if self._received is not None:
@@ -422,7 +430,11 @@ class Session:
 
 
 def _expected(kind: type[Message], message: FromTrainer) -> Message:
-    """The trainer's message; raises SessionError unless it is of this kind."""
+    """Return the trainer's message if it is of this kind.
+
+    Raises:
+        SessionError: the message is of another kind.
+    """
     if isinstance(message, wire.Abort):
         raise SessionError(f"the trainer aborted the sync: {message.reason}")
     if not isinstance(message, kind):
@@ -431,21 +443,23 @@ def _expected(kind: type[Message], message: FromTrainer) -> Message:
 
 
 def kind_of(error: Exception) -> wire.FailureKind:
-    """The kind of a failure, by which the trainer decides what to try next."""
+    """Return the kind of a failure, by which the trainer decides what to try next."""
     if isinstance(error, CannotMap):
         return "cannot_map"
     return "differs" if isinstance(error, Differs) else "other"
 
 
 def name_of(plans: Sequence[LoadPlan | None]) -> str:
-    """One name for the load plans of all models of a session; "" if one of them has none."""
+    """Return one name for the load plans of all models of a session, or "" if one has none."""
     return "+".join(plan.name for plan in plans if plan is not None) if all(plans) else ""
 
 
 def _check_distinct(layouts: tuple[BucketLayout, ...]) -> None:
-    """Raise SessionError if a tensor came twice; the last sync's layouts are not checked again."""
+    """Raise SessionError if a tensor came twice."""
     global _last_distinct
-    if layouts == _last_distinct:  # quick: `decode_layout` returns the same objects again
+    # The last sync's layouts need no second check. The comparison is quick: `decode_layout` returns
+    # the same objects again.
+    if layouts == _last_distinct:
         return
     counts = Counter(tensor.name for layout in layouts for tensor in layout.tensors)
     if repeated := [name for name, count in counts.items() if count > 1]:
@@ -453,6 +467,7 @@ def _check_distinct(layouts: tuple[BucketLayout, ...]) -> None:
     _last_distinct = layouts
 
 
-def common_arrangements(found: Sequence[ArrangedBuckets]) -> ArrangedBuckets:
-    """The arrangements that all of these models share, else `ALL_WHOLE`."""
-    return found[0] if len({each.digest for each in found}) == 1 else ALL_WHOLE
+def common_arrangements(by_model: Sequence[ArrangedBuckets]) -> ArrangedBuckets:
+    """Return the arrangements that all of these models share, else `ALL_WHOLE`."""
+    digests = {arrangements.digest for arrangements in by_model}
+    return by_model[0] if len(digests) == 1 else ALL_WHOLE

@@ -1,18 +1,18 @@
-"""Manifest check: do the tensors of a sync fit the model, and are they all of it?
+"""Manifest check: whether the tensors of a sync fit the model, and are complete.
 
-A `load_weights` drops names that it does not know, casts dtypes silently, and does not notice that
-a tensor is absent. So before a sync is published each TP rank looks at the uses of its tensors
-(`uses` of its `ModelLoader`), and all ranks come to one verdict:
+A `load_weights` drops names that the model does not have, casts dtypes silently, and does not
+notice that a tensor is absent. So before a sync is published each TP rank examines the uses of the
+sync's tensors (`uses` of its `ModelLoader`), and all ranks agree on one verdict:
 
     view = view_of_sync(layouts, models)        # on each rank by itself
     verdict = judge_together(view, gather)      # all ranks
 
-The headers of its published checkpoint's files, a few kilobytes each, tell what is normal for the
-model: tensors that SGLang drops, parameters that no checkpoint has. Read are safetensors files and
-what `torch.save` wrote, in the folder or in the hub's cache on this host.
+The headers of the published checkpoint's files, a few kilobytes each, show what is normal for the
+model: tensors that SGLang drops, parameters that no checkpoint has. Safetensors files and files of
+`torch.save` are read, from the model's folder or from the hub's cache on this host.
 
 A verdict is kept with its set of tensors, for as long as the engine's ranks, expert map and
-quantisation stay as they are (`cached_verdict`).
+quantisation stay the same (`cached_verdict`).
 """
 
 from __future__ import annotations
@@ -66,42 +66,47 @@ Checked = tuple[tuple[BucketLayout, ...], Mapping[str, object]]
 """The buckets of a sync, and the engine's context."""
 
 Gather = Callable[[Any], list[Any]]
-"""Collective over the TP ranks: everybody's item, by rank."""
+"""A collective over the TP ranks that returns every rank's item, by rank."""
 
 _verdicts: WeakKeyDictionary[Any, tuple[Checked, Verdict]] = WeakKeyDictionary()
 
 
 def cached_verdict(layouts: Sequence[BucketLayout], model: Any) -> Verdict | None:
-    """The verdict on the last checked sync if it had the same tensors, else None."""
-    found = _verdicts.get(model)
-    now = tuple(layouts), engine_context(model)
-    return found[1] if found is not None and found[0] == now else None
+    """Return the verdict on the last checked sync if that sync had the same tensors, else None."""
+    last = _verdicts.get(model)
+    checked = tuple(layouts), engine_context(model)
+    return last[1] if last is not None and last[0] == checked else None
 
 
 def served_checkpoint() -> PublishedTensors | None:
-    """The checkpoint that this engine was launched with; None if its files cannot be read."""
+    """Read the checkpoint that this engine was launched with. Return None if that is impossible."""
     arguments = launch_arguments()
     folder = Path(arguments.model_path)
     return published_tensors(folder if folder.is_dir() else _cached_snapshot(arguments))
 
 
 def _cached_snapshot(arguments: Any) -> Path:
-    """The folder of a model of the hub on this host; a folder that does not exist if there is none.
-
-    An engine with random weights has downloaded no file of weights, but a trainer beside it has.
-    """
+    """Return the folder of a hub's model on this host, or a folder that does not exist."""
+    # An engine with random weights has downloaded no weights. But a trainer on this host has.
     try:
-        found = snapshot_download(
+        folder = snapshot_download(
             arguments.model_path, revision=arguments.revision, local_files_only=True
         )
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError):
         return Path(arguments.model_path)
-    return Path(found)
+    return Path(folder)
 
 
 @dataclass(frozen=True)
 class SyncView:
-    """One rank's views of a sync, one for each model, and what they were compared with."""
+    """One rank's views of a sync, one for each model.
+
+    Attributes:
+        target: the target model.
+        checked: the buckets and the context that the views are of.
+        published: the published checkpoint that the views were compared with, or None.
+        views: one for each model.
+    """
 
     target: Any
     checked: Checked
@@ -114,9 +119,11 @@ def view_of_sync(
     models: Sequence[Any],
     read_published: Callable[[], PublishedTensors | None] = served_checkpoint,
 ) -> SyncView:
-    """This rank's view of the buckets that one model has loaded, or a draft model and its target.
+    """Build this rank's view of the buckets that a model has loaded, or a draft model and its
+    target.
 
     Args:
+        layouts: of the buckets.
         models: the target is the last.
         read_published: returns the published checkpoint.
     """
@@ -127,8 +134,8 @@ def view_of_sync(
 
 
 def judge_together(view: SyncView, gather: Gather) -> Verdict:
-    """All TP ranks' verdict on a sync; each must call this."""
-    views = [each for of_rank in gather(view.views) for each in of_rank]
+    """Return all TP ranks' verdict on a sync. Each rank must call this."""
+    views = [rank_view for rank_views in gather(view.views) for rank_view in rank_views]
     tensors = [tensor for layout in view.checked[0] for tensor in layout.tensors]
     verdict = judge(tensors, views, view.published)
     _verdicts[view.target] = view.checked, verdict
@@ -164,22 +171,23 @@ def _view(
 
 
 def published_tensors(folder: str | Path) -> PublishedTensors | None:
-    """All tensors of the checkpoint in `folder`, by name: of its safetensors files, else of its
-    `pytorch_model*.bin`.
+    """Read the names, shapes and dtypes of a checkpoint in `folder`.
+
+    The safetensors files are read. Without any, `pytorch_model*.bin` is read.
 
     Returns:
-        None where there is no such checkpoint: no folder (a name on the hub), other file formats,
-        a dtype that is not known here, or files that do not follow the format.
+        The tensors by name. None if there is no such checkpoint: no folder (a name on the hub),
+            other file formats, an unknown dtype, or files that do not follow the format.
     """
     for suffix, read in ((".safetensors", _read_safetensors), (".bin", _read_pickled)):
-        found: dict[str, BucketTensor] = {}
+        tensors: dict[str, BucketTensor] = {}
         try:
             for file in _files(Path(folder), suffix):
-                found.update({tensor.name: tensor for tensor in read(file)})
+                tensors.update({tensor.name: tensor for tensor in read(file)})
         except (OSError, KeyError, RuntimeError, SafetensorError, UnpicklingError, AttributeError):
             continue
-        if found:
-            return found
+        if tensors:
+            return tensors
     return None
 
 
@@ -202,7 +210,8 @@ _STEMS = {".safetensors": "model", ".bin": "pytorch_model"}
 
 
 def _files(folder: Path, suffix: str) -> list[Path]:
-    """The files that the index names, if any: a folder may hold a second copy of the weights."""
+    """Return the files that the index names. Without an index, return all files of the format."""
+    # The index comes first: a folder may hold a second copy of the weights.
     stem = _STEMS[suffix]
     index = folder / f"{stem}{suffix}.index.json"
     try:
