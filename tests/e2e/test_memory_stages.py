@@ -96,7 +96,7 @@ def test_after_a_failed_sync_the_cache_stays_asleep(engine, ranks):
     assert "weight sync failed" in ranks.run(broken_sync)[0]
     status, text = resume(url, "kv_cache")
     assert status == 400
-    assert "the last sync was not complete; sync the weights first" in text
+    assert "the last sync was not complete. Sync the weights first" in text
     ranks.run(sync_weights)
     assert resume(url, "kv_cache").status == 200
 
@@ -107,7 +107,7 @@ def test_a_session_while_requests_are_paused_is_refused_before_its_first_byte(en
     with paused_generation(engine.url, LONG):
         outcomes = ranks.attempt(sync_weights, "compiled")
     for outcome in outcomes:
-        assert "requests are running; the weights are as they were" in str(outcome.error)
+        assert "requests are running. The weights are as they were" in str(outcome.error)
     assert generate(engine.url) == before, "it serves the weights that it had"
     ranks.run(sync_weights, "compiled")
 

@@ -218,7 +218,7 @@ def test_a_session_is_served_in_the_group_of_its_trainer_alone(work, joined):
     ):
         group_hooks.groups_of(joined, elsewhere)
     unknown = msgspec.structs.replace(DESCRIPTOR, group="weight_sync_b")
-    with pytest.raises(SessionError, match="not in group 'weight_sync_b'; it is in: weight_sync_"):
+    with pytest.raises(SessionError, match="not in group 'weight_sync_b', but in: weight_sync_"):
         group_hooks.groups_of(joined, unknown)
     begin(group_hooks.receiver, 1)
     group_hooks.receiver.release()  # of a session that failed

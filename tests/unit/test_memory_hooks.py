@@ -181,7 +181,7 @@ def test_tags_are_taken_in_the_order_that_was_asked_and_accounted_for(updater, s
 @pytest.mark.parametrize("step", (release, resume))
 def test_an_unknown_tag_is_refused_and_nothing_is_done(updater, step):
     text = refusal(step(updater, "weights", "gradients"))
-    assert text.startswith("TP rank 0: unknown memory tags ['gradients']; allowed: ")
+    assert text.startswith("TP rank 0: unknown memory tags ['gradients']. Allowed: ")
     assert all(tag in text for tag in ("kv_cache", "weights", "cuda_graph"))
     assert (updater.offload_tags, updater.memory_saver_adapter.paused) == (set(), set())
 
@@ -316,7 +316,7 @@ def test_the_cache_is_not_resumed_over_weights_that_no_sync_has_brought(updater,
     assert backup.stale
     text = refusal(resume(updater, "kv_cache"))
     assert (
-        text == f"TP rank 0: resume of ['kv_cache'] refused: {backup.stale}; sync the weights first"
+        text == f"TP rank 0: resume of ['kv_cache'] refused: {backup.stale}. Sync the weights first"
     )
     assert updater.offload_tags == updater.memory_saver_adapter.paused == {"kv_cache"}
     assert update(updater).success

@@ -1,1 +1,1 @@
-"""What SGLang calls: one module for each kind of request."""
+"""Hooks that SGLang calls: one module for each kind of request."""

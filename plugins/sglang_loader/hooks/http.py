@@ -1,9 +1,9 @@
 """Hooks in the process that serves HTTP.
 
-Replies to releases and resumes of memory tell their costs, or why they were refused. Users ask for
-proofs (`hooks.proof`). A request that
-waits at the schedulers' gate does not block the sync that it waits for (`UpdateLock`), and a
-request to an engine that is about to become idle is repeated (`ask_until_idle`).
+A reply to a release or a resume of memory has the costs, or the reason of a refusal. Users request
+proofs (`hooks.proof`). A request that waits at the schedulers' gate does not block the sync that it
+waits for (`UpdateLock`). A request to an engine that is about to become idle is repeated
+(`ask_until_idle`).
 """
 
 from __future__ import annotations
@@ -43,19 +43,16 @@ Original = Callable[..., Any]
 
 
 class MemoryRequestRefused(RuntimeError):
-    """The engine refused a release or a resume and changed nothing; the message says why."""
+    """A release or a resume that the engine refused without any change. The text has the reason."""
 
 
 def launch_with_middleware(original: Original, cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND `Engine._launch_subprocesses`: adds the middleware that puts costs into replies, and
-    the endpoints for proofs.
-
-    An engine without HTTP has not imported the server's module. SGLang adds its check of API keys
-    later, and therefore outside of this middleware.
-    """
+    """Wrap `Engine._launch_subprocesses`: add our middleware and the endpoints for proofs."""
     arguments = kwargs["server_args"] if "server_args" in kwargs else args[0]
+    # An engine without HTTP has not imported the server's module.
     if is_ours(arguments) and HTTP_SERVER in sys.modules:
         app = sys.modules[HTTP_SERVER].app
+        # SGLang adds its check of API keys later, and therefore outside of this middleware.
         if not any(entry.cls is StageReplyMiddleware for entry in app.user_middleware):
             app.add_middleware(StageReplyMiddleware)
         add_endpoints(app)
@@ -65,8 +62,12 @@ def launch_with_middleware(original: Original, cls: Any, *args: Any, **kwargs: A
 
 
 def _costs_or_raise(stage: str) -> Callable[..., Awaitable[StageCosts | None]]:
-    """A hook AROUND the method `stage` of `TokenizerControlMixin`: returns the costs of the stage
-    and leaves them in the scope of `request`. Raises MemoryRequestRefused if the engine refused.
+    """Make a hook that wraps the method `stage` of `TokenizerControlMixin`.
+
+    The hook returns the costs of the stage, and stores them in the scope of `request`.
+
+    Raises:
+        MemoryRequestRefused: the engine refused. The hook raises this.
     """
 
     async def hook(
@@ -94,11 +95,14 @@ release_or_raise, resume_or_raise = _costs_or_raise(RELEASE), _costs_or_raise(RE
 
 
 class UpdateLock:
-    """Wraps SGLang's lock between requests and updates: without effect while the gate is closed.
+    """A wrapper of SGLang's lock between requests and updates. A closed gate disables the lock.
 
-    A request holds the lock until it is answered, and an update waits for the lock, so a request
-    that waits at the gate for an update would block it. Nothing else runs then: the gate closes
-    only while the engine is idle. `is_gate_closed`: as the engine has last told.
+    A request holds the lock until the request is answered, and an update waits for the lock. So a
+    request that waits at the gate for an update would block that update. While the gate is closed,
+    no other request runs: the gate closes only if the engine is idle.
+
+    Attributes:
+        is_gate_closed: the state in the engine's last reply.
     """
 
     def __init__(self, lock: Any, *, is_gate_closed: bool = False) -> None:
@@ -118,9 +122,9 @@ class UpdateLock:
 
 
 def update_lock_of(manager: Any) -> UpdateLock:
-    """The lock of a tokenizer manager, wrapped when first used."""
+    """Return the lock of a tokenizer manager. The first call wraps the lock."""
     if not isinstance(manager.model_update_lock, UpdateLock):
-        is_gate_closed = starts_random(manager.server_args)  # until the engine tells otherwise
+        is_gate_closed = starts_random(manager.server_args)  # until the engine's first reply
         manager.model_update_lock = UpdateLock(
             manager.model_update_lock, is_gate_closed=is_gate_closed
         )
@@ -129,7 +133,7 @@ def update_lock_of(manager: Any) -> UpdateLock:
 
 
 def note_gate(manager: Any, replies: Sequence[Any]) -> None:
-    """Update the lock if the engine's replies tell whether its gate is closed."""
+    """Update the lock if the engine's replies have the state of its gate."""
     if reasons := [facts_of(reply)["closed"] for reply in replies if "closed" in facts_of(reply)]:
         update_lock_of(manager).is_gate_closed = any(reasons)
 
@@ -137,12 +141,14 @@ def note_gate(manager: Any, replies: Sequence[Any]) -> None:
 async def ask_until_idle(
     manager: Any, communicator: Callable[[Any], Awaitable[Iterable[Any]]], request: Any
 ) -> list[Any]:
-    """Send the engine a request, again while it is busy, for up to `BUSY_WAIT_S`; its last replies.
+    """Send the engine a request, again while the engine is busy, for up to `BUSY_WAIT_S`.
 
-    The scheduler may not have finished with requests that are answered already: it then refuses
-    before it touches anything (`is_busy`). During an update no new requests come: its caller holds
-    the writer lock, or has paused generation.
+    Returns:
+        The engine's last replies.
     """
+    # The scheduler may not have finished with requests that are answered already. Such a scheduler
+    # refuses before it touches anything (`is_busy`). During an update no new requests come: the
+    # caller of an update holds the writer lock, or has paused generation.
     deadline = time.monotonic() + BUSY_WAIT_S
     while True:
         replies = list(await communicator(request))
@@ -156,12 +162,13 @@ async def ask_until_idle(
 async def ask_for_update(
     manager: Any, communicator: Callable[[Any], Awaitable[Iterable[Any]]], request: Any
 ) -> list[Any]:
-    """Like `ask_until_idle`, for an update: passes on that a proof is asked for, and records the
-    outcome of one.
+    """Send the engine an update request as `ask_until_idle` does.
+
+    If a user waits for a proof, the request says so. The outcome of a proof is recorded.
     """
     if request.load_format != SESSION_FORMAT:
         return await ask_until_idle(manager, communicator, request)
-    request.rid = None  # what a client has sent there is no fact
+    request.rid = None  # facts travel in this field: drop a client's own value
     request, started = with_facts(request, wants_proof=proofs.requested), time.monotonic()
     replies = await ask_until_idle(manager, communicator, request)
     proofs.note(replies, request.weight_version, time.monotonic() - started)
@@ -169,8 +176,9 @@ async def ask_for_update(
 
 
 async def update(original: Original, manager: Any, obj: Any, request: Any = None) -> Any:
-    """AROUND `TokenizerControlMixin.update_weights_from_tensor`: repeats it while the engine is
-    busy, and wraps the lock.
+    """Wrap `TokenizerControlMixin.update_weights_from_tensor`: repeat it while the engine is busy.
+
+    The lock is wrapped, too.
     """
     if is_ours(manager.server_args):
         communicator = manager.update_weights_from_tensor_communicator
@@ -182,10 +190,11 @@ async def update(original: Original, manager: Any, obj: Any, request: Any = None
 
 
 class StageReplyMiddleware(BaseHTTPMiddleware):
-    """Replies to releases and resumes with their costs, where SGLang's endpoints answer `null`.
+    """A middleware that puts the costs into replies to releases and resumes.
 
-    The hook leaves the costs in the request's scope, and they become the body: `{"stages":
-    {"weights": {"seconds": [...]}}}`, see `stage_costs`. Without costs the reply stays as it is.
+    SGLang's endpoints answer `null`. The hook stores the costs in the request's scope. The costs
+    become the body: `{"stages": {"weights": {"seconds": [...]}}}`, see `stage_costs`. Without costs
+    the reply stays as it is.
     """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -195,7 +204,7 @@ class StageReplyMiddleware(BaseHTTPMiddleware):
             await self.app(scope, receive, send)
 
     async def dispatch(self, request: Request, call_next: RequestResponseEndpoint) -> Response:
-        """The reply, with the costs as its body if there are any."""
+        """Return the reply, with the costs as its body if there are any."""
         costs: StageCosts = {}
         request.scope[_SCOPE_KEY] = costs  # the same object, whoever copies the scope
         response = await call_next(request)

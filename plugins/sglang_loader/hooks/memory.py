@@ -1,16 +1,17 @@
 """Hooks on the release and resume of SGLang's memory, by tag.
 
-They change SGLang's behaviour for servers that were launched with our loaders:
+The hooks change SGLang's behaviour for servers that were launched with our loaders:
 
-- resuming a tag that is resident raises KeyError, an unknown tag does too, a release while
-  requests run fails an assertion, and resuming more than there is room for aborts: each ends the
-  scheduler process. Here the first is a no-op and the others are refused, with a reason;
-- releasing a released tag unmaps it twice: here it is a no-op;
-- the reply has no fields for an error or for costs: here the facts `refusal` and `costs` travel
-  with it to the process that serves HTTP, see `hooks.http`;
-- requests are run although their memory is released: here `hooks.request_gate` holds them back;
-- the tags of a request are released in SGLang's own order: here in the order of the request;
-- all weights are copied to the host before a release: see `host_backup`.
+- In SGLang, a resume of a resident tag or of an unknown tag raises KeyError, a release while
+  requests run fails an assertion, and a resume of more than there is room for aborts. Each ends the
+  scheduler process. Here a resume of a resident tag is a no-op, and the others are refused with a
+  reason.
+- In SGLang, a release of a released tag unmaps the memory twice. Here it is a no-op.
+- In SGLang, the reply has no fields for an error or for costs. Here the facts `refusal` and `costs`
+  travel with the reply to the process that serves HTTP, see `hooks.http`.
+- SGLang runs requests although their memory is released. Here `hooks.request_gate` holds them back.
+- SGLang releases the tags of a request in its own order. Here the request has the order.
+- SGLang copies all weights to the host before a release. Here `host_backup` decides.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 KV_CACHE_TAG = "kv_cache"
 PRELOAD = "preload"
-# The orders that SGLang has where a request names no tags.
+# SGLang's orders if a request names no tags.
 RELEASE_ORDER = (KV_CACHE_TAG, WEIGHTS_TAG, CUDA_GRAPH_TAG)
 RESUME_ORDER = (CUDA_GRAPH_TAG, WEIGHTS_TAG, KV_CACHE_TAG)
 
@@ -65,11 +67,7 @@ Original = Callable[..., Any]
 
 
 def load_model(original: Original, runner: Any) -> None:
-    """AROUND `ModelRunner.load_model`: without SGLang's own backup where ours takes its place.
-
-    The target's backup saves all memory under the tag, a draft model's as well, which no plan
-    covers.
-    """
+    """Wrap `ModelRunner.load_model`: load without SGLang's own backup if ours takes its place."""
     arguments = runner.server_args
     if not is_ours(arguments):
         original(runner)
@@ -84,6 +82,8 @@ def load_model(original: Original, runner: Any) -> None:
         policy = "on"
     with nullcontext() if policy == "on" else without_cpu_backup(runner):
         original(runner)
+    # The target's backup saves all memory under the tag, also a draft model's, which no load plan
+    # covers.
     if runner.is_draft_worker:
         return
     if policy != "on":
@@ -95,21 +95,22 @@ def load_model(original: Original, runner: Any) -> None:
 def force_preload() -> None:
     """Force torch-memory-saver's `hook_mode=preload`, before anything is allocated.
 
-    CUDA graphs can be released by tag only in this mode, for which SGLang prepares its processes.
-    But SGLang 0.5.14 imports megatron-core wherever that is installed (for a debugging aid of its
-    own), and megatron-core 0.16.1 chooses the other mode for the whole process as soon as it is
-    imported: then the capture of a graph under a tag ends the server with a failed assertion.
+    CUDA graphs can be released by tag in this mode alone. SGLang prepares its processes for this
+    mode.
 
     Raises:
         RuntimeError: memory is already allocated in the other mode.
     """
+    # SGLang 0.5.14 imports megatron-core if that is installed, for a debugging aid of its own. As
+    # soon as megatron-core 0.16.1 is imported, it chooses the other mode for the whole process. The
+    # capture of a graph under a tag would then end the server with a failed assertion.
     from torch_memory_saver import torch_memory_saver as saver
 
     if saver._impl is not None:
         if saver._impl._hook_mode != PRELOAD:
             raise RuntimeError(
                 f"torch-memory-saver already works with hook_mode={saver._impl._hook_mode!r}, with "
-                f"which CUDA graphs cannot be released; allowed: {PRELOAD!r}. Set "
+                f"which CUDA graphs cannot be released. Allowed: {PRELOAD!r}. Set "
                 "release_cuda_graphs=False"
             )
         return
@@ -121,11 +122,11 @@ def force_preload() -> None:
 
 
 def release_tags(original: Original, updater: Any, request: Any) -> Any:
-    """AROUND `release_memory_occupation`: saves the weights, then releases the resident tags."""
+    """Wrap `release_memory_occupation`: save the weights, then release the resident tags."""
     if not is_ours(updater.tp_worker.server_args):
         return original(updater, request)
-    asked = request.tags or RELEASE_ORDER
-    tags, failure = _select(asked, lambda tag: tag not in updater.offload_tags)
+    requested, failure = _requested_tags(request.tags or RELEASE_ORDER)
+    tags = [tag for tag in requested if tag not in updater.offload_tags]
     if not tags and failure is None:
         return io_struct().ReleaseMemoryOccupationReqOutput()
     is_busy = failure is None and not is_idle(updater)
@@ -137,7 +138,7 @@ def release_tags(original: Original, updater: Any, request: Any) -> Any:
     backup = backup_of(model) if WEIGHTS_TAG in tags else None
     started = time.perf_counter()
     if failure is None and backup is not None:
-        _, problem = attempt(lambda: backup.save(model))
+        _, problem = attempt(partial(backup.save, model))
         if problem is not None:
             failure = f"release of {tags} refused: the weights could not be saved: {problem}"
     if failures := TPRanks(updater).failures(failure):
@@ -150,18 +151,19 @@ def release_tags(original: Original, updater: Any, request: Any) -> Any:
 
 
 def resume_tags(original: Original, updater: Any, request: Any) -> Any:
-    """AROUND `resume_memory_occupation`: resumes the released tags, and restores the weights."""
+    """Wrap `resume_memory_occupation`: resume the released tags, and restore the weights."""
     if not is_ours(updater.tp_worker.server_args):
         return original(updater, request)
-    tags, failure = _select(request.tags or RESUME_ORDER, lambda tag: tag in updater.offload_tags)
+    requested, failure = _requested_tags(request.tags or RESUME_ORDER)
+    tags = [tag for tag in requested if tag in updater.offload_tags]
     if not tags and failure is None:
         return io_struct().ResumeMemoryOccupationReqOutput()
     backup = backup_of(updater.tp_worker.model_runner.model)
     sizes = _sizes(updater, tags)
     failure = failure or _lack_of_memory(sizes)
-    alone = KV_CACHE_TAG in tags and WEIGHTS_TAG not in tags
-    if failure is None and backup is not None and backup.stale and alone:
-        failure = f"resume of {tags} refused: {backup.stale}; sync the weights first"
+    is_cache_alone = KV_CACHE_TAG in tags and WEIGHTS_TAG not in tags
+    if failure is None and backup is not None and backup.stale and is_cache_alone:
+        failure = f"resume of {tags} refused: {backup.stale}. Sync the weights first"
     if failures := TPRanks(updater).failures(failure):
         return _with_refusal(io_struct().ResumeMemoryOccupationReqOutput(), failures)
     return _call_by_tag(original, updater, request, tags, sizes, backup=backup)
@@ -177,12 +179,15 @@ def _call_by_tag(
     saving_s: float = 0.0,
     backup: WeightsBackup | None = None,
 ) -> Any:
-    """Call SGLang's method for one tag after the other; its reply, with the costs on all ranks.
+    """Call SGLang's method for one tag after the other.
 
     Args:
         sizes: device memory of each tag, in bytes.
-        saving_s: seconds that it took to save the weights, added to the cost of their tag.
-        backup: restored as soon as the weights are mapped; None: there is nothing to restore.
+        saving_s: seconds that it took to save the weights. They are added to the cost of their tag.
+        backup: restored as soon as the weights are mapped, or None if there is nothing to restore.
+
+    Returns:
+        SGLang's last reply, with the costs on all ranks.
     """
     ranks = TPRanks(updater)
     failure: str | None = None
@@ -190,9 +195,9 @@ def _call_by_tag(
     costs: dict[str, Cost] = {}
     for tag in tags:
         started = time.perf_counter() - (saving_s if tag == WEIGHTS_TAG else 0.0)
-        one = copy.copy(request)
-        one.tags = [tag]
-        reply = original(updater, one)
+        tag_request = copy.copy(request)
+        tag_request.tags = [tag]
+        reply = original(updater, tag_request)
         if tag == WEIGHTS_TAG and backup is not None:
             _, problem = attempt(backup.restore)
             if problem is not None:
@@ -202,31 +207,33 @@ def _call_by_tag(
     closed = failure or why_closed(updater)
     outcomes = ranks.gather((costs, failure, closed))
     closed = next((reason for _, _, reason in outcomes if reason), None)
-    reply = with_facts(reply, costs=by_rank([each for each, _, _ in outcomes]), closed=closed)
+    rank_costs = by_rank([costs for costs, _, _ in outcomes])
+    reply = with_facts(reply, costs=rank_costs, closed=closed)
     set_gate(closed)
     failures = [text for _, text, _ in outcomes if text]
     return _with_refusal(reply, failures) if failures else reply
 
 
 def _with_refusal(reply: Any, failures: Sequence[str]) -> Any:
-    """The reply, with the failures as its `refusal`."""
+    """Return the reply, with the failures as its `refusal`."""
     refusal = "\n".join(failures)
-    if not facts_of(reply).get("is_busy"):  # a busy engine is asked again within milliseconds
+    if not facts_of(reply).get("is_busy"):  # a request to a busy engine is repeated in milliseconds
         logger.error("%s", refusal)
     return with_facts(reply, refusal=refusal)
 
 
-def _select(asked: Sequence[str], wanted: Callable[[str], bool]) -> tuple[list[str], str | None]:
-    """The tags of a request that are `wanted`, and an error if one of them is unknown."""
+def _requested_tags(tags: Sequence[str]) -> tuple[list[str], str | None]:
+    """Return the tags of a request, each once, and an error if a tag is unknown."""
     allowed = memory_tags()
-    unknown = [tag for tag in dict.fromkeys(asked) if tag not in allowed]
-    if unknown:
-        return [], f"unknown memory tags {unknown}; allowed: {', '.join(allowed)}"
-    return [tag for tag in dict.fromkeys(asked) if wanted(tag)], None
+    requested = list(dict.fromkeys(tags))
+    if unknown := [tag for tag in requested if tag not in allowed]:
+        return [], f"unknown memory tags {unknown}. Allowed: {', '.join(allowed)}"
+    return requested, None
 
 
 def _lack_of_memory(sizes: Mapping[str, int]) -> str | None:
-    """Why these tags cannot be mapped now, or None; without memory the process would end."""
+    """Return the reason why these tags cannot be mapped, or None."""
+    # A resume without enough memory would end the process.
     if not torch.cuda.is_available():
         return None
     needed = sum(sizes.values())
@@ -243,7 +250,7 @@ def _lack_of_memory(sizes: Mapping[str, int]) -> str | None:
 
 
 def _sizes(updater: Any, tags: Sequence[str]) -> dict[str, int]:
-    """Device memory under each tag on this rank, in bytes, whether it is mapped or not."""
+    """Return the device memory under each tag on this rank, in bytes, mapped or not."""
     return {tag: _gpu_bytes(updater, tag) for tag in tags}
 
 
@@ -262,7 +269,7 @@ def _gpu_bytes(updater: Any, tag: str) -> int:
 
 
 def _host_bytes(updater: Any, tag: str) -> int:
-    """Host memory that holds a copy of the memory under `tag`, in bytes."""
+    """Return the host memory that holds a copy of the memory under `tag`, in bytes."""
     if tag != WEIGHTS_TAG:
         return 0
     backup = backup_of(updater.tp_worker.model_runner.model)

@@ -1,11 +1,11 @@
-"""Proofs that a user asks a server for, and their outcomes, in the process that serves HTTP.
+"""Proofs that a user requests from a server, and their outcomes, in the process that serves HTTP.
 
-    POST /weight_sync/prove    asks for a proof of the next sync that begins
-    GET  /weight_sync/proof    the outcome of the last proof
+    POST /weight_sync/prove    requests a proof of the next sync that begins
+    GET  /weight_sync/proof    returns the outcome of the last proof
 
-The wish goes with the update request to the schedulers, whose Hello tells the trainer. The trainer
-proves that sync before any request runs. The outcome comes back in the reply to the update request
-of the session that has proven.
+The user's request travels with the update request to the schedulers, and in their Hello to the
+trainer. The trainer proves that sync before any request runs. The session that proves the sync
+returns the outcome in the reply to its update request.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PROVE_PATH, PROOF_PATH = "/weight_sync/prove", "/weight_sync/proof"
 
 
 def proof_fact(proof: Proof, differing: Sequence[str], *, is_good: bool) -> dict[str, Any] | None:
-    """Return the outcome of a session's proof, for the reply; None if nothing was compared.
+    """Return the outcome of a session's proof, for the reply, or None if nothing was compared.
 
     Args:
         differing: tensors that the engine held with other bytes, on any TP rank.
@@ -37,9 +37,9 @@ class Proofs:
     """The proofs of one server's engine.
 
     Attributes:
-        number: of the last proof, from 1; 0: there was none.
-        weight_version: of the sync that it was made in.
-        is_proven: the engine serves what the trainer held, bit for bit; None before any proof.
+        number: number of the last proof, from 1, or 0 before any proof.
+        weight_version: of the sync that the proof was made in.
+        is_proven: the engine serves what the trainer held, bit for bit. None before any proof.
         differing: names of the tensors that the engine held with other bytes.
         seconds: time that the proof took.
         requested: a user waits for a proof.
@@ -53,7 +53,7 @@ class Proofs:
     requested: bool = False
 
     def note(self, replies: Sequence[Any], version: str | None, seconds: float) -> None:
-        """Record the outcome if the engine's replies have that of a proof."""
+        """Record the outcome of a proof if the engine's replies have one."""
         facts = [fact for reply in replies if (fact := facts_of(reply).get("proof")) is not None]
         if not facts:
             return
@@ -61,29 +61,29 @@ class Proofs:
         self.number += 1
         self.weight_version, self.seconds = version, seconds
         self.differing, self.is_proven = list(names), not names
-        # A way that is refused has brought no weights that are served. The trainer exports them,
-        # and a proof that was asked for is still to be made.
+        # If the proof refused a route, the engine serves none of its weights. The trainer makes the
+        # export, and the requested proof is still to come.
         if not names or facts[0]["proof"] == "served":
             self.requested = False
 
 
 proofs = Proofs()
-"""The proofs of this process, which serves one engine."""
+"""The proofs of this process. The process serves one engine."""
 
 
 async def prove() -> dict[str, Any]:
-    """POST: ask for a proof of the next sync that begins; any number of times, for one proof."""
+    """Request a proof of the next sync that begins. Several requests lead to one proof."""
     proofs.requested = True
     return asdict(proofs)
 
 
 async def last_proof() -> dict[str, Any]:
-    """GET: the outcome of the last proof."""
+    """Return the outcome of the last proof."""
     return asdict(proofs)
 
 
 def add_endpoints(app: Any) -> None:
-    """Add both endpoints to SGLang's app. The keys that an update needs are needed to ask."""
+    """Add both endpoints to SGLang's app. `PROVE_PATH` needs the same API key as an update."""
     if not any(getattr(route, "path", None) == PROVE_PATH for route in app.routes):
         app.add_api_route(PROVE_PATH, admin_endpoint(prove), methods=["POST"])
         app.add_api_route(PROOF_PATH, last_proof, methods=["GET"])

@@ -1,17 +1,17 @@
-"""Holds requests back while the engine's memory is released or its weights are incomplete, and
-until weights are published where the engine was launched with random ones.
+"""The gate that holds requests back while memory is released or weights are incomplete.
 
-SGLang would run them all the same. Here, in servers that were launched with our loaders, they wait
-between the scheduler's socket and its queues, or are refused:
+An engine that was launched with random weights holds requests back until its first sync. SGLang
+would run the requests. In servers that were launched with our loaders, requests wait between the
+scheduler's socket and its queues, or are refused:
 
     gate = RequestGate(limit_s, channels)           # 0: requests are refused at once
     gate.set("the last sync was not complete")       # None: it is open again
     messages = gate.let_through(messages)            # whatever came in, in every round of the loop
 
-Every scheduler process has a gate. Only the rank that receives requests holds any, and broadcasts
-those that it let through: all TP ranks see the same requests in the same round. A held request is
-in none of SGLang's queues, so that the engine counts as idle for releases and updates, unlike with
-requests that SGLang's own `pause_generation` keeps.
+Every scheduler process has a gate. The rank that receives requests is the only one that holds any.
+This rank broadcasts the requests that its gate lets through. All TP ranks thus get the same
+requests in the same round. A held request is in none of SGLang's queues, so that the engine counts
+as idle for releases and updates. SGLang's own `pause_generation` would keep requests in the queues.
 """
 
 from __future__ import annotations
@@ -58,13 +58,16 @@ class _Held:
 
 
 class RequestGate:
-    """See the module. Used in the scheduler's thread; answers through its `SchedulerIpcChannels`.
+    """The gate of one process. See the module.
+
+    The gate runs in the scheduler's thread, and answers through the scheduler's
+    `SchedulerIpcChannels`.
 
     Args:
         limit_s: longest time that a request waits before it is refused. 0 refuses it at once.
 
     Attributes:
-        reason: why the gate is closed; None: it is open.
+        reason: the reason why the gate is closed. None if the gate is open.
     """
 
     def __init__(
@@ -89,21 +92,20 @@ class RequestGate:
         return len(self._held)
 
     def set(self, reason: str | None) -> None:
-        """Close the gate for this reason. None opens it: held requests pass in the next round,
-        before new ones.
-        """
+        """Close the gate for this reason. None opens the gate."""
+        # After an opening, held requests pass in the next round, before new ones.
         if reason is None and self.reason is not None:
-            logger.info("requests are served again; %d have waited", self.num_held)
+            logger.info("requests are served again, %d have waited", self.num_held)
         elif reason != self.reason:
             text = "no request runs (stale_requests_timeout_s=%g): %s"
             logger.info(text, self._limit_s, reason)
         self.reason = reason
 
     def let_through(self, messages: list[Any]) -> list[Any]:
-        """The messages that the scheduler gets in this round.
+        """Return the messages that the scheduler gets in this round.
 
-        A request after a message that may close the gate is held until the next round: by then that
-        message is processed.
+        If a message may close the gate, requests behind that message are held until the next round.
+        By then the message is processed.
         """
         passed: list[Any] = []
         if self.reason is None:
@@ -148,7 +150,7 @@ class RequestGate:
         self._answer(request, self._io.AbortReq(rid=request.rid, finished_reason=reason))
 
     def _abort(self, abort: Any) -> None:
-        """Confirm the abort of held requests whose ids begin with its id, as SGLang does."""
+        """Confirm the abort of held requests whose ids begin with the message's id, like SGLang."""
         kept: deque[_Held] = deque()
         for held in self._held:
             rid = held.request.rid
@@ -168,7 +170,7 @@ _session_follows = False
 
 
 def init_receiver(original: Original, scheduler: Any) -> None:
-    """AROUND `Scheduler.init_request_receiver`: makes this process's gate."""
+    """Wrap `Scheduler.init_request_receiver`: make this process's gate."""
     original(scheduler)
     if is_ours(scheduler.server_args):
         global _gate, _has_random_weights
@@ -179,11 +181,9 @@ def init_receiver(original: Original, scheduler: Any) -> None:
 
 
 def receive_through_gate(original: Original, receiver: Any) -> Any:
-    """AROUND `SchedulerRequestReceiver._pull_raw_reqs`: returns what the gate lets through.
-
-    The original returns None on ranks that get messages by broadcast. Later stages of a pipeline
-    get the messages that the first stage has let through.
-    """
+    """Wrap `SchedulerRequestReceiver._pull_raw_reqs`: return what the gate lets through."""
+    # The original returns None on ranks that get messages by broadcast. Later stages of a pipeline
+    # get the messages that the first stage has let through.
     messages = original(receiver)
     if _gate is None or messages is None or pp_rank() != 0:
         return messages
@@ -191,7 +191,7 @@ def receive_through_gate(original: Original, receiver: Any) -> Any:
 
 
 def why_closed(updater: Any) -> str | None:
-    """Why this rank's engine must not compute now, or None."""
+    """Return the reason why this rank's engine must not compute, or None."""
     released = sorted(updater.offload_tags)
     if not graphs_are_released_by_tag():
         released = [tag for tag in released if tag != CUDA_GRAPH_TAG]
@@ -206,17 +206,18 @@ def why_closed(updater: Any) -> str | None:
 
 
 def note_published(*, is_last: bool = True) -> None:
-    """Record that this rank's weights are random no more.
+    """Record that this rank's weights are not random any more.
 
     Args:
-        is_last: False: another session of the same sync follows, before which no request may run.
+        is_last: if False, another session of the same sync follows, and no request may run before
+            it.
     """
     global _has_random_weights, _session_follows
     _has_random_weights, _session_follows = False, not is_last
 
 
 def note_other_update(original: Original, updater: Any, request: Any) -> Any:
-    """AROUND updates that are not ours, which open the gate of an engine with random weights."""
+    """Wrap updates that are not ours: they open the gate of an engine with random weights."""
     reply = original(updater, request)
     if _has_random_weights and reply.success:
         note_published()
@@ -226,11 +227,11 @@ def note_other_update(original: Original, updater: Any, request: Any) -> Any:
 
 
 def set_gate(reason: str | None) -> None:
-    """Close or open (None) this process's gate; all TP ranks must give the same reason."""
+    """Close this process's gate for a reason, or open it (None). All TP ranks must do the same."""
     if _gate is not None:
         _gate.set(reason)
 
 
 def gate_reason() -> str | None:
-    """Why this process's gate is closed, or None."""
+    """Return the reason why this process's gate is closed, or None."""
     return None if _gate is None else _gate.reason

@@ -1,9 +1,9 @@
 """The TP ranks of an engine, which execute one request together.
 
-ranks = TPRanks(updater)
-_, failure = attempt(step)                # an exception ends neither this process nor the others
-if failures := ranks.failures(failure):   # the same list on all ranks
-    ...
+    ranks = TPRanks(updater)
+    _, failure = attempt(step)                # an exception ends no process
+    if failures := ranks.failures(failure):   # the same list on all ranks
+        ...
 
 Each rank must make the same calls in the same order: they are collective.
 """
@@ -26,7 +26,11 @@ Result = TypeVar("Result")
 
 
 class TPRanks:
-    """See the module; `updater`: SGLang's `SchedulerWeightUpdaterManager` on this rank."""
+    """The TP ranks of one engine. See the module.
+
+    Args:
+        updater: SGLang's `SchedulerWeightUpdaterManager` on this rank.
+    """
 
     def __init__(self, updater: Any) -> None:
         self._group = updater.tp_cpu_group
@@ -36,7 +40,7 @@ class TPRanks:
         return torch.distributed.get_rank(group=self._group)
 
     def gather(self, item: Result) -> list[Result]:
-        """Every rank's `item`, by rank, on all of them."""
+        """Return every rank's `item`, by rank, on all ranks."""
         num_ranks = torch.distributed.get_world_size(group=self._group)
         if num_ranks == 1:
             return [item]
@@ -44,16 +48,16 @@ class TPRanks:
         return gather_objects(item, num_ranks, all_gather)
 
     def failures(self, failure: str | None) -> list[str]:
-        """The failures of all ranks, each with its rank; `failure`: this rank's, or None."""
+        """Return the failures of all ranks, each with its rank. `failure`: this rank's, or None."""
         return [text for text in self.gather(self.named(failure)) if text]
 
     def named(self, failure: str | None) -> str | None:
-        """A failure of this rank, with its rank; None stays None."""
+        """Return a failure of this rank with its rank. None stays None."""
         return f"TP rank {self.rank}: {failure}" if failure else None
 
 
 def attempt(step: Callable[[], Result]) -> tuple[Result | None, str | None]:
-    """The step's result, or the traceback of what it raised."""
+    """Return the step's result, or the traceback of what the step raised."""
     try:
         return step(), None
     except Exception:

@@ -1,4 +1,4 @@
-"""Hook on SGLang's weight update: serves a session on every TP rank and agrees on its outcome.
+"""Hook on SGLang's weight update: it serves a session on every TP rank and agrees on its outcome.
 
 In SGLang an exception while loading ends the scheduler process, and a failure on any TP rank but 0
 is only logged. For servers that were launched with our loaders every rank reports, and the reply
@@ -7,14 +7,16 @@ fails with rank and traceback.
     update = WeightUpdate(updater, request)
     failures = update.run(load, confirm)     # on every TP rank; the same list on all of them
 
-`load` receives the whole sync, and `confirm` waits for the trainer's Commit once all ranks have
-loaded and judged it. An exception in either ends neither the process nor the other ranks. Requests
-are served again when all ranks agree that the sync is complete, fits the model, and was committed.
+`load` receives the whole sync. When all ranks have loaded and judged the sync, `confirm` waits for
+the trainer's Commit. An exception in either ends neither the process nor the other ranks. Requests
+are served again when all ranks agree on three facts: the sync is complete, fits the model, and was
+committed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from sglang_loader.common.check_remarks import ManifestCheck, with_remarks
@@ -65,17 +67,17 @@ from sglang_loader.upstream import (
 )
 
 OUR_FORMATS = "sglang_loader."
-BUSY = "refused: requests are running; the weights are as they were"
+BUSY = "refused: requests are running. The weights are as they were"
 RELEASED = (
-    "refused: the memory of the engine's weights is released; nothing was loaded, and the weights "
-    "are as they were; resume the tag 'weights' before a sync"
+    "refused: the memory of the engine's weights is released. Nothing was loaded, and the weights "
+    "are as they were. Resume the tag 'weights' before a sync"
 )
 
 Original = Callable[..., Any]
 
 
 def update_on_all_ranks(original: Original, updater: Any, request: Any) -> Any:
-    """AROUND `update_weights_from_tensor`: load on every TP rank, then agree on the outcome."""
+    """Wrap `update_weights_from_tensor`: load on every TP rank, then agree on the outcome."""
     if request.load_format != SESSION_FORMAT:
         if not str(request.load_format).startswith(OUR_FORMATS):
             if not is_ours(updater.tp_worker.server_args):
@@ -100,8 +102,8 @@ def update_on_all_ranks(original: Original, updater: Any, request: Any) -> Any:
 
 
 def _is_idle(updater: Any) -> bool:
-    """True if no TP rank has requests; only with DP attention do their queues differ."""
-    if updater.tp_worker.server_args.dp_size > 1:
+    """Return True if no TP rank has requests."""
+    if updater.tp_worker.server_args.dp_size > 1:  # with DP attention, the ranks' queues differ
         return all(TPRanks(updater).gather(is_idle(updater)))
     return is_idle(updater)
 
@@ -113,14 +115,14 @@ def _reply(
     is_busy: bool = False,
     proof: dict[str, Any] | None = None,
 ) -> Any:
-    """SGLang's reply, with the facts that `hooks.http` reads."""
+    """Return SGLang's reply, with the facts that `hooks.http` reads."""
     message = "\n".join(failures) or with_remarks(remarks)
     reply = io_struct().UpdateWeightsFromTensorReqOutput(success=not failures, message=message)
     return with_facts(reply, closed=gate_reason(), is_busy=is_busy, proof=proof)
 
 
 def _serve_session(update: WeightUpdate, updater: Any, request: Any) -> list[str]:
-    """One whole sync; returns the failures of all ranks."""
+    """Serve one session, and return the failures of all ranks."""
     sessions: list[Session] = []
 
     def descriptor_of_rank() -> SessionDescriptor:
@@ -162,24 +164,24 @@ def _serve_session(update: WeightUpdate, updater: Any, request: Any) -> list[str
 
 
 class PrefixCacheInUse(RuntimeError):
-    """The prefix cache cannot be dropped; its entries would be of the old weights."""
+    """A prefix cache that cannot be dropped. Its entries would be of the old weights."""
 
 
 class DoesNotFit(RuntimeError):
-    """The tensors of the sync do not fit the model."""
+    """A sync whose tensors do not fit the model."""
 
 
 class WeightUpdate:
-    """One update of the weights on this TP rank, in step with the others; see the module.
+    """One update of the weights on this TP rank, in step with the others. See the module.
 
     Attributes:
         manifest_check: see `SessionDescriptor`.
         syncs_draft: see `SessionDescriptor`.
         proof: see `SessionDescriptor`.
-        models: the models that load it; the target is the last.
+        models: the models that load the sync. The target is the last.
         failure_kind: see `Failed`.
-        differing: tensors that a proof has found to differ on this TP rank.
-        proof_fact: the outcome of a proof, on all TP ranks; None if nothing was compared.
+        differing: tensors that differed in a proof on this TP rank.
+        proof_fact: the outcome of a proof, on all TP ranks. None if nothing was compared.
     """
 
     def __init__(self, updater: Any, request: Any) -> None:
@@ -200,17 +202,18 @@ class WeightUpdate:
         self._view: SyncView | None = None
 
     def begin_writing(self) -> None:
-        """To be called before weights are overwritten."""
+        """Record that weights may be overwritten. Call this before they are."""
         self._has_begun = True
 
     def begin_bucket(self, layout: BucketLayout) -> None:
-        """To be called before a bucket is loaded."""
+        """Record that a bucket will be loaded. Call this before the bucket is loaded."""
         self.begin_writing()
         self._backup.sync.begin_bucket(layout)
 
     def view_sync(self) -> None:
-        """Look up the verdict on these tensors, else make this rank's view of them. To be called
-        when all buckets are loaded.
+        """Find the verdict on these tensors, or make this rank's view of them.
+
+        Call this when all buckets are loaded.
 
         Raises:
             DoesNotFit: these tensors were refused before.
@@ -238,11 +241,15 @@ class WeightUpdate:
             raise PrefixCacheInUse("the prefix cache cannot be dropped: requests are running")
 
     def run(self, load: Callable[[], None], confirm: Callable[[], bool]) -> list[str]:
-        """Load a whole sync on every TP rank, and publish it; returns the failures of all ranks.
+        """Load a whole sync on every TP rank, and publish the sync.
 
         Args:
             load: loads all buckets, and calls `begin_bucket` before each.
-            confirm: waits for the trainer's Commit; False: another session of the sync follows.
+            confirm: waits for the trainer's Commit. Returns False if another session of the sync
+                follows.
+
+        Returns:
+            The failures of all ranks.
         """
         failure = self._load_in_frame(load)
         # After a failure, too: the prefix caches of all TP ranks must stay equal.
@@ -252,8 +259,8 @@ class WeightUpdate:
             _, failure = attempt(self.view_sync)
         stale = self._ranks.named(self._backup.stale_once_synced)
         named = self._ranks.named(failure)
-        here = named, self._has_begun, self._view is not None, stale, list(self.differing)
-        failed, touched, new, undefined, differing = zip(*self._ranks.gather(here), strict=True)
+        state = named, self._has_begun, self._view is not None, stale, list(self.differing)
+        failed, touched, new, undefined, differing = zip(*self._ranks.gather(state), strict=True)
         failures = [text for text in failed if text]
         if not failures and any(new):
             failures = self._judge()
@@ -268,15 +275,16 @@ class WeightUpdate:
             record_version(self._updater, self._request)
         elif any(touched):
             self._backup.sync_failed()
-        if any(touched):  # else all is as it was
+        if any(touched):  # otherwise nothing has changed
             set_gate(why_closed(self._updater) or next(iter(failures), None))
         names = list(dict.fromkeys(name for names in differing for name in names))
         self.proof_fact = proof_fact(self.proof, names, is_good=not failures)
         return failures
 
     def _load_in_frame(self, load: Callable[[], None]) -> str | None:
-        """Load within SGLang's `UpdateFrame`; returns this rank's failure, or None."""
-        runners, failure = attempt(lambda: runners_of(self._updater, syncs_draft=self.syncs_draft))
+        """Load within SGLang's `UpdateFrame`. Return this rank's failure, or None."""
+        find_runners = partial(runners_of, self._updater, syncs_draft=self.syncs_draft)
+        runners, failure = attempt(find_runners)
         if runners is None:
             return failure
         self.models = [runner.model for runner in runners]
@@ -291,8 +299,9 @@ class WeightUpdate:
 
     @property
     def _needs_verdict(self) -> bool:
-        """Whether the tensors of this sync must be judged: if the trainer asks for it, or if this
-        sync may not make up for one that failed.
+        """True if the tensors of this sync must be judged.
+
+        The trainer asks for a verdict, or this sync may not make up for a failed one.
         """
         return self.manifest_check != "off" or _may_be_incomplete(self._backup.sync)
 
@@ -302,24 +311,26 @@ class WeightUpdate:
 
     @property
     def remarks(self) -> list[str]:
-        """For the reply to a good sync: of the manifest check, and of kernels that fail here."""
+        """Remarks for the reply to a good sync: on the manifest check, and on kernels that fail."""
         check = self._verdict.remark() if self.manifest_check != "off" and self._verdict else ""
         replaced = [f"in the engine {fallback}" for fallback in fallbacks]
         return [*([f"manifest check: {check}"] if check else []), *replaced]
 
     def _judge(self) -> list[str]:
-        """Judge the tensors together; returns why nothing is published, the same on all ranks."""
-        view, reason = attempt(lambda: self._view or view_of_sync(self._layouts, self.models))
+        """Judge the tensors together. Return the reasons against publication, on all ranks."""
+        reason: str | None = None
+        if self._view is None:
+            self._view, reason = attempt(partial(view_of_sync, self._layouts, self.models))
         if failures := self._ranks.failures(reason):
             return failures
-        assert view is not None, "a rank that cannot tell what it has loaded has failed"
-        self._verdict = judge_together(view, self._ranks.gather)
+        assert self._view is not None, "a rank without a view has failed"
+        self._verdict = judge_together(self._view, self._ranks.gather)
         refusals = self._ranks.failures(self._refusal(self._verdict))
         self.failure_kind = "misfit" if refusals else "other"
         return refusals
 
     def _refusal(self, verdict: Verdict) -> str | None:
-        """Why this sync must not be published, or None."""
+        """Return the reason why this sync must not be published, or None."""
         sync = self._backup.sync
         nothing = f"{'after a failed sync ' if sync.is_broken else ''}nothing is published"
         is_gap = bool(verdict.missing) and _may_be_incomplete(sync)

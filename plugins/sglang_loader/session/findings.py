@@ -241,9 +241,7 @@ def _modules_above(name: str) -> set[str]:
 
 
 def _from_layer(name: str) -> list[str]:
-    """Split a name at its dots. Return the parts from the layer on, or the last two without a
-    layer.
-    """
+    """Split a name at its dots. Return the parts from the layer on, else the last two."""
     # An engine's prefixes differ from a checkpoint's.
     parts = name.split(".")
     number = next((i for i, part in enumerate(parts) if part.isdigit()), None)

@@ -132,9 +132,7 @@ class GroupReceiver:
         )
 
     def source(self, message: LoadBucket, nbytes: int) -> BucketSource:
-        """Return the source of the oldest bucket that was begun. `has_arrived` must have returned
-        True.
-        """
+        """Return the source of the oldest bucket that was begun. The bucket must have arrived."""
         return self._sources.of(message, {0: self._incoming.popleft().buffer}, nbytes)
 
     def release(self) -> None:

@@ -9,6 +9,7 @@ import sys
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 
 import torch
@@ -98,7 +99,7 @@ class SourceCache:
 
     def __init__(self) -> None:
         self._by_index: defaultdict[int, deque[_CachedSource]] = defaultdict(
-            lambda: deque(maxlen=MAX_SOURCES)
+            partial(deque, maxlen=MAX_SOURCES)
         )
 
     def of(

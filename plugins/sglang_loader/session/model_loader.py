@@ -163,9 +163,7 @@ class ModelLoader:
         return self._checked.arranged or ALL_WHOLE
 
     def distrust_plan(self, reason: str) -> None:
-        """Load all later syncs by `load_weights`. Call this after a sync that `load_weights` has
-        loaded.
-        """
+        """Load all later syncs by `load_weights`. Call this after a sync by `load_weights`."""
         self._distrust = reason
         plan, backup = self.plan, backup_of(self.model)
         if plan is not None:
@@ -191,8 +189,9 @@ class ModelLoader:
     def load(
         self, index: int, layout: BucketLayout, source: BucketSource, *, arranged: bool = False
     ) -> bool:
-        """Load the `index`-th bucket of the sync. Asynchronous on a GPU. The source stays
-        unchanged.
+        """Load the `index`-th bucket of the sync, asynchronously on a GPU.
+
+        The source stays unchanged.
 
         Args:
             arranged: if True, only the bytes that this rank reads have come, as in `self.arranged`.

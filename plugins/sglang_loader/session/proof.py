@@ -33,9 +33,7 @@ from sglang_loader.session.model_loader import ModelLoader
 
 
 class Differs(RuntimeError):
-    """A failed proof: the sync has left other bytes than the engine held. The text names the
-    tensors.
-    """
+    """A failed proof: the sync has left other bytes than the engine held, in the named tensors."""
 
 
 @dataclass(frozen=True)

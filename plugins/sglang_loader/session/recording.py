@@ -49,8 +49,9 @@ class PlanRecorder:
     def trace(
         self, layout: BucketLayout, buffer: torch.Tensor
     ) -> tuple[TracedBucket | None, BucketUses]:
-        """Load a bucket, and return its trace (None if no trace is possible) and the uses of its
-        tensors.
+        """Load a bucket, and return its trace and the uses of its tensors.
+
+        The trace is None if no trace is possible.
         """
         contents = contents_of(self._model, layout, buffer)  # before the loader may change them
         try:

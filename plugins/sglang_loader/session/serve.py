@@ -202,8 +202,7 @@ class Session:
             raise
 
     def conclude(self, failures: Sequence[str], kind: wire.FailureKind = "other") -> None:
-        """Report the outcome on all TP ranks to the trainer: the failures, or that all is
-        published.
+        """Report the outcome on all TP ranks to the trainer: the failures, or success.
 
         A session that has failed on this rank is closed. Its failure was reported.
         """
@@ -252,9 +251,7 @@ class Session:
                 _expected(wire.LoadBucket, message)
 
     def _begin_proof(self) -> None:
-        """Take digests of what the engine holds. If the proof is of a route, poison what is to
-        come.
-        """
+        """Take digests of what the engine holds. For the proof of a route, poison the weights."""
         if self._descriptor.proof == "none":
             return
         with self._spending("proving"):

@@ -119,8 +119,7 @@ def view_of_sync(
     models: Sequence[Any],
     read_published: Callable[[], PublishedTensors | None] = served_checkpoint,
 ) -> SyncView:
-    """Build this rank's view of the buckets that a model has loaded, or a draft model and its
-    target.
+    """Build this rank's view of the buckets that one model or a draft and its target have loaded.
 
     Args:
         layouts: of the buckets.
