@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[1]
 CLEAN = [
     "plugins/hydra_plugins",
     "plugins/sglang_loader/hooks",
+    "plugins/sglang_loader/load_plan",
     "plugins/sglang_loader/session",
 ]
 """The folders and files that `make lint` checks."""

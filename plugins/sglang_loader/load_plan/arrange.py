@@ -1,11 +1,11 @@
-"""Makes a bucket's arrangement out of its plan, and the plan that reads the arranged buffer. Pure.
+"""From a bucket's load plan to its arrangement and to the plan for the arranged buffer. Pure.
 
     arranged = arrange(plan)
     if arranged is not None:
         replay_once(arranged.plan, destinations, load_weights, gathered)
 
-The arranged bytes are in the order of the bucket. Tensors that are read more than once come whole.
-Arrangements are made when a trainer first asks for them, and `verify.why_misarranged` proves them.
+The arranged bytes are in the order of the bucket. A tensor that is read more than once comes whole.
+Arrangements are made when a trainer first asks for them. `verify.why_misarranged` proves them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from operator import itemgetter
 from typing import NamedTuple
 
 from sglang_loader.common.layout import BucketLayout, digest_of, encode_arrangements, encode_layout
@@ -24,14 +25,14 @@ from sglang_loader.common.regions.geometry import BYTES, StridedCopy, Unit, coll
 from sglang_loader.load_plan.plan import BucketPlan
 
 UNIT_ALIGNMENT = 16
-"""No dtype is wider: a copy whose two sides agree modulo this moves words, or whole elements."""
+"""Size of the widest dtype. A copy whose two sides agree modulo this moves words or elements."""
 
 MAX_PART = 0.9
-"""A bucket of which more is read comes whole: there is next to nothing to win."""
+"""The largest part of a bucket that is arranged. Beyond this, there is next to nothing to win."""
 
 
 class ArrangedBucket(NamedTuple):
-    """The part of a bucket that this rank reads, and the plan that loads the bucket from it."""
+    """The part of a bucket that this rank reads, and the plan that loads this part."""
 
     arrangement: Arrangement
     plan: BucketPlan
@@ -39,12 +40,12 @@ class ArrangedBucket(NamedTuple):
 
 @dataclass(frozen=True)
 class ArrangedBuckets:
-    """Which buckets of a sync may come arranged, and how.
+    """The arrangements of a sync's buckets.
 
     Attributes:
-        buckets: for each bucket its arrangement and plan; None if it must come whole.
-        encoded: the arrangements for the trainer (see `layout`); empty if there are none.
-        digest: names them on the wire; "" if there are none.
+        buckets: for each bucket its arrangement and plan, or None if the bucket must come whole.
+        encoded: the arrangements for the trainer (see `layout`), empty if there are none.
+        digest: the name of the arrangements in messages, "" if there are none.
     """
 
     buckets: tuple[ArrangedBucket | None, ...] = ()
@@ -58,12 +59,12 @@ class ArrangedBuckets:
         if not any(buckets):
             return ALL_WHOLE
         layouts = [digest_of(encode_layout(plan.layout)) for plan in plans]
-        arrangements = [each and each.arrangement for each in buckets]
+        arrangements = [bucket and bucket.arrangement for bucket in buckets]
         encoded = encode_arrangements(tuple(zip(layouts, arrangements, strict=True)))
         return cls(buckets, encoded, digest_of(encoded))
 
     def bucket(self, index: int) -> ArrangedBucket | None:
-        """How a bucket may come arranged; None if it must come whole, or does not exist."""
+        """Return a bucket's arrangement and plan, or None if the bucket has none."""
         return self.buckets[index] if index < len(self.buckets) else None
 
 
@@ -78,17 +79,19 @@ def _arrange_if_smaller(plan: BucketPlan) -> ArrangedBucket | None:
 
 
 def arrange(plan: BucketPlan) -> ArrangedBucket | None:
-    """Arrange one bucket; None if a copy of its plan reads across the bounds of a tensor."""
+    """Arrange one bucket. Return None if a copy of its plan reads across the bounds of a tensor."""
     layout = plan.layout
-    pieces: list[tuple[int, StridedCopy]] = []
-    read: Counter[int] = Counter()
-    for piece in chain.from_iterable(split_copy(copy, layout.starts) for copy in plan.copies):
-        tensor = layout.holding(*piece.src_bounds())
+    copies_by_tensor: list[tuple[int, StridedCopy]] = []
+    num_read: Counter[int] = Counter()
+    for copy in chain.from_iterable(split_copy(copy, layout.starts) for copy in plan.copies):
+        tensor = layout.holding(*copy.src_bounds())
         if tensor is None:
             return None
-        pieces.append((tensor, piece))
-        read[tensor] += _nbytes_read(piece)
-    repeated = {tensor for tensor, nbytes in read.items() if nbytes > layout.tensors[tensor].nbytes}
+        copies_by_tensor.append((tensor, copy))
+        num_read[tensor] += _nbytes_read(copy)
+    repeated = {
+        tensor for tensor, nbytes in num_read.items() if nbytes > layout.tensors[tensor].nbytes
+    }
     packing = PackingState(layout)
     placed = {}
     for tensor in sorted(repeated):
@@ -96,22 +99,26 @@ def arrange(plan: BucketPlan) -> ArrangedBucket | None:
         whole = StridedCopy(0, entry.offset, entry.offset, (), entry.nbytes)
         placed[tensor] = packing.add(whole, tensor).src
     copies = []
-    for tensor, piece in sorted(pieces, key=lambda pair: pair[1].src):
+    for tensor, copy in sorted(copies_by_tensor, key=_source_start):
         if tensor in placed:
-            src = placed[tensor] + piece.src - layout.tensors[tensor].offset
-            copies.append(replace(piece, src=src))
+            src = placed[tensor] + copy.src - layout.tensors[tensor].offset
+            copies.append(replace(copy, src=src))
         else:
-            copies.append(packing.add(piece, tensor))
+            copies.append(packing.add(copy, tensor))
     return ArrangedBucket(tuple(packing.reads), replace(plan, copies=tuple(coalesce(copies))))
 
 
+def _source_start(copy_of_tensor: tuple[int, StridedCopy]) -> int:
+    return copy_of_tensor[1].src
+
+
 def num_bytes_read(plan: BucketPlan) -> int:
-    """A quick estimate of how many bytes an arrangement of this plan would have."""
+    """Estimate quickly how many bytes an arrangement of this plan would have."""
     return sum(map(_nbytes_read, plan.copies))
 
 
 class PackingState:
-    """The arranged buffer while reads are added to it."""
+    """The arranged buffer while reads are added."""
 
     def __init__(self, layout: BucketLayout) -> None:
         self.reads: list[Read] = []
@@ -119,31 +126,36 @@ class PackingState:
         self._stop = 0
         self._starts: dict[tuple[Read, Unit], int] = {}
 
-    def add(self, piece: StridedCopy, tensor: int) -> StridedCopy:
-        """Add what `piece` reads, unless it is there already; returns the copy that reads it."""
-        ordered, step = sorted(piece.dims, key=lambda dim: dim[1]), piece.run * piece.unit.src_bytes
-        within, moves = [], []  # innermost first; what is repeated has stride 0 in the buffer, too
+    def add(self, copy: StridedCopy, tensor: int) -> StridedCopy:
+        """Add the bytes that a copy reads, unless they are there already.
+
+        Returns:
+            The copy that reads these bytes in the arranged buffer.
+        """
+        ordered, step = sorted(copy.dims, key=itemgetter(1)), copy.run * copy.unit.src_bytes
+        # Innermost first. A dimension with source stride 0 has stride 0 in the buffer, too.
+        within, moves = [], []
         for count, src, dst in ordered:
             moves.append((count, step if src else 0, dst))
             if src:
                 within.append((count, src, step))
                 step *= count
-        dims, run = collapse(within, piece.run * piece.unit.src_bytes, BYTES)
-        offset = piece.src - self._layout.tensors[tensor].offset
+        dims, run = collapse(within, copy.run * copy.unit.src_bytes, BYTES)
+        offset = copy.src - self._layout.tensors[tensor].offset
         read = Read(tensor, offset, tuple((count, src) for count, src, _ in dims), run, 0)
-        start = self._starts.get((read, piece.unit))
+        start = self._starts.get((read, copy.unit))
         if start is None:
             # This keeps the copy's words, or elements, whole.
-            ahead = piece.dst if piece.unit.cast is None else 0
+            ahead = copy.dst if copy.unit.cast is None else 0
             start = self._stop + (ahead - self._stop) % UNIT_ALIGNMENT
-            self._starts[read, piece.unit] = start
+            self._starts[read, copy.unit] = start
             self.reads.append(replace(read, start=start))
             self._stop = start + read.nbytes
-        moved, units = collapse(moves, piece.run, piece.unit)
-        return StridedCopy(piece.storage, start, piece.dst, moved, units, piece.unit)
+        moved, units = collapse(moves, copy.run, copy.unit)
+        return StridedCopy(copy.storage, start, copy.dst, moved, units, copy.unit)
 
 
 def _nbytes_read(copy: StridedCopy) -> int:
-    """Bytes of the source; what is repeated counts once."""
+    """Return the bytes of the source. A byte that is repeated counts once."""
     moving = (count for count, src_stride, _ in copy.dims if src_stride)
     return copy.run * copy.unit.src_bytes * math.prod(moving)

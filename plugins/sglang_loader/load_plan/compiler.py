@@ -1,16 +1,16 @@
-"""From the traces of a sync's buckets to its plan. Pure: reads traces, runs nothing.
+"""From the traces of a sync's buckets to its load plan. Pure: reads traces, runs nothing.
 
-A tensor that `load_weights` only copies is copied by the plan. All others are the plan's `rest`,
-which `load_weights` itself loads after the copies: those that it computes something from, also
-through the model (a buffer derived from a parameter), and those whose copies may not run first,
-because
+The plan copies a tensor that `load_weights` only copies. All other tensors are the plan's `rest`,
+which `load_weights` itself loads after the copies. A tensor belongs to the rest if `load_weights`
+computes something from the tensor, also through the model (a buffer derived from a parameter). A
+tensor also belongs to the rest if its copies may not run first:
 
 - two copies write the same bytes (the later must win), or
 - an earlier step reads or writes bytes that the copy writes.
 
-Steps that need no tensor of the bucket are left out: what they write (zeros in a padded row) stays
-as it is, see `left_out`. That the plan does what `load_weights` does is proved afterwards, see
-`verify`; what could never be proved refuses the plan.
+Steps that need no tensor of the bucket are left out. The bytes that they write (zeros in a padded
+row) stay as they are, see `left_out`. `verify` proves afterwards that the plan does what
+`load_weights` does. If that could never be proved, the plan is refused here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,11 @@ from sglang_loader.load_plan.trace import Space, Step, TracedBucket, in_space
 
 
 def compile_bucket(traced: TracedBucket) -> BucketPlan:
-    """The plan for one bucket; raises PlanRefused where a replay would not do the same."""
+    """Compile the plan for one bucket.
+
+    Raises:
+        PlanRefused: a replay would not do the same as `load_weights`.
+    """
     host_reads = _judge_host_reads(traced)
     if traced.problems:
         raise PlanRefused(traced.problems[0])
@@ -66,7 +70,7 @@ def compile_bucket(traced: TracedBucket) -> BucketPlan:
         rest=scratch,
         written=written,
         live_in=live_in,
-        writes={storage: tuple(merge(found)) for storage, found in writes.items()},
+        writes={storage: tuple(merge(ranges)) for storage, ranges in writes.items()},
         left_out=tuple(derived_writes(step for step, tensors in with_tensors if not tensors)),
         recomputed=recomputed([step for step, _ in steps]),
         host_reads=host_reads,
@@ -74,26 +78,28 @@ def compile_bucket(traced: TracedBucket) -> BucketPlan:
 
 
 def _judge_host_reads(traced: TracedBucket) -> tuple[tuple[str, int, Interval], ...]:
-    """`(what, storage, byte range)` of the model's data that reached Python.
+    """Return `(method, storage, byte range)` of each read by which the model's data reached Python.
 
-    A read of a constant (a shape table, an index made from Python numbers) is harmless. One of the
-    model's data is harmless only if no bucket of the sync writes it, which is known later.
+    A read of a constant (a shape table, an index made from Python numbers) is harmless. A read of
+    the model's data is harmless only if no bucket of the sync writes this data. `join_buckets`
+    checks this.
 
     Raises:
-        PlanRefused: data of the bucket, or made of it, reached Python: that cannot be replayed.
+        PlanRefused: data of the bucket, or made of its data, reached Python. A replay is
+            impossible.
     """
     reads: dict[tuple[str, int, Interval], None] = {}
-    for what, tensor in traced.host_reads:
+    for method, tensor in traced.host_reads:
         for origin in traced.origins.of(tensor):
             if origin.space is Space.BUCKET:
                 name = traced.layout.tensors[traced.layout.tensor_at(origin.region.offset)].name
-                raise PlanRefused(f"Python reads the data of {name} ({what})")
-            reads[what, origin.index, origin.region.bounds()] = None
+                raise PlanRefused(f"Python reads the data of {name} ({method})")
+            reads[method, origin.index, origin.region.bounds()] = None
     return tuple(reads)
 
 
 def _live_steps(steps: Sequence[Step]) -> list[Step]:
-    """Steps that write more than temporaries, and those whose temporaries they need, in order."""
+    """Return the steps that write more than temporaries, and the steps on which they depend."""
     needed: set[int] = set()
     live: list[Step] = []
     for step in reversed(steps):
@@ -120,21 +126,22 @@ def _refuse_unsafe(steps: Iterable[Step]) -> None:
 def _with_tensors(
     steps: Sequence[Step], layout: BucketLayout
 ) -> Iterator[tuple[Step, frozenset[int]]]:
-    """Each step with the positions of the tensors that it changes or depends on, also through
-    earlier writes to the model.
+    """Yield each step with the positions of the tensors that the step changes or depends on.
+
+    A step may depend on a tensor through earlier writes to the model.
     """
     written: dict[tuple[Space, int], list[tuple[Interval, frozenset[int]]]] = defaultdict(list)
     for step in steps:
-        found: set[int] = set()
+        positions: set[int] = set()
         changed = in_space(step.writes, Space.BUCKET)
         for origin in (*step.origins, *changed):
             bounds = origin.region.bounds()
             if origin.space is Space.BUCKET:
-                found.add(layout.tensor_at(bounds[0]))
+                positions.add(layout.tensor_at(bounds[0]))
             for place, tensors in written[origin.space, origin.index]:
                 if meets([place], bounds):
-                    found |= tensors
-        needed = frozenset(found)
+                    positions |= tensors
+        needed = frozenset(positions)
         for ref in step.writes:
             written[ref.space, ref.index].append((ref.region.bounds(), needed))
         yield step, needed
@@ -143,25 +150,28 @@ def _with_tensors(
 def _with_temporaries(
     steps: Sequence[tuple[Step, frozenset[int]]],
 ) -> list[tuple[Step, frozenset[int]]]:
-    """The same steps; one that makes a temporary also has the tensors of the steps that read it."""
+    """Add to each step that makes a temporary the tensors of the steps that read the temporary."""
     made_for: dict[int, frozenset[int]] = defaultdict(frozenset)
-    found = []
+    extended = []
     for step, tensors in reversed(steps):
         made = in_space(step.writes, Space.TEMPORARY)
         tensors = tensors.union(*(made_for[ref.index] for ref in made))
         for ref in in_space(step.reads, Space.TEMPORARY):
             made_for[ref.index] |= tensors
-        found.append((step, tensors))
-    return found[::-1]
+        extended.append((step, tensors))
+    return extended[::-1]
 
 
 def _split_copies(
     steps: Sequence[tuple[Step, frozenset[int]]], candidates: Sequence[StridedCopy | None]
 ) -> tuple[list[StridedCopy], set[int]]:
-    """The copies that may run first, in any order, and the tensors that are left to `load_weights`.
+    """Split the steps into copies that may run first, in any order, and the rest.
 
-    A step that needs one of those tensors is left with all of its tensors. So is a copy to bytes
-    that an earlier step, left to `load_weights`, reads or writes.
+    If a step needs a tensor of the rest, all of the step's tensors belong to the rest. So do the
+    tensors of a copy to bytes that an earlier step of the rest reads or writes.
+
+    Returns:
+        The copies, and the tensors of the rest.
     """
     positions = [i for i, copy in enumerate(candidates) if copy is not None]
     overlapping = find_overlapping([copy for copy in candidates if copy is not None])
@@ -189,7 +199,7 @@ def _split_copies(
 
 
 def _as_copy(step: Step) -> StridedCopy | None:
-    """The step as a copy from the bucket into a destination, or None where it is something else."""
+    """Return the step as a copy from the bucket into a destination, or None for another step."""
     if step.copied is None:
         return None
     src, dst = step.copied
@@ -210,17 +220,24 @@ def _as_copy(step: Step) -> StridedCopy | None:
 def _effects(
     copies: Iterable[StridedCopy], steps: Iterable[Step]
 ) -> tuple[dict[int, tuple[Interval, ...]], dict[int, tuple[Interval, ...]]]:
-    """(bytes surely written, bytes read as they were before), per destination storage."""
+    """Return two mappings from destination storages to byte ranges.
+
+    Returns:
+        The bytes that are surely written, and the bytes of which the old content is read.
+    """
     by_storage: dict[int, list[StridedCopy]] = defaultdict(list)
     for copy in copies:
         by_storage[copy.storage].append(copy)
-    written = {key: merge_runs(c.dst_runs() for c in group) for key, group in by_storage.items()}
+    written = {
+        storage: merge_runs(copy.dst_runs() for copy in storage_copies)
+        for storage, storage_copies in by_storage.items()
+    }
     live_in: dict[int, list[Interval]] = defaultdict(list)
     for step in steps:
         for ref in in_space(step.reads, Space.DESTINATION):
-            here = written.get(ref.index, [])
+            ranges = written.get(ref.index, [])
             runs = merge_runs([ref.region.runs()])
-            live_in[ref.index].extend(run for run in runs if not contains(here, run))
+            live_in[ref.index].extend(run for run in runs if not contains(ranges, run))
         for ref in in_space(step.writes if step.traits.overwrites else (), Space.DESTINATION):
             runs = merge_runs([ref.region.runs()])
             written[ref.index] = merge([*written.get(ref.index, []), *runs])
@@ -229,23 +246,23 @@ def _effects(
 
 
 def join_buckets(buckets: Sequence[BucketPlan], destinations: Destinations) -> LoadPlan:
-    """The plan of a whole sync, out of those of its buckets in order, and what the sync covers.
+    """Join the plans of a sync's buckets, in order, into the plan of the sync.
 
     Args:
-        destinations: of the last bucket's trace, which has those of all.
+        destinations: of the last bucket's trace, which has the storages of all traces.
 
     Raises:
-        PlanRefused: Python reads the data of a tensor that the sync writes, or what a bucket's plan
-            leaves out is needed.
+        PlanRefused: Python reads the data of a tensor that the sync writes, or the plan of a bucket
+            leaves out a write that is needed.
     """
     storages = destinations.storages
     if (stale := why_stale(buckets, destinations)) is not None:
         raise PlanRefused(stale)
     writes = _merge_all(bucket.writes for bucket in buckets)
-    for what, storage, interval in (read for bucket in buckets for read in bucket.host_reads):
+    for method, storage, interval in (read for bucket in buckets for read in bucket.host_reads):
         if meets(writes.get(storage, []), interval):
             name = storages[storage].name
-            raise PlanRefused(f"Python reads the data of {name} ({what}), which the sync writes")
+            raise PlanRefused(f"Python reads the data of {name} ({method}), which the sync writes")
     written = _merge_all(bucket.written for bucket in buckets)
     exposed = _read_before_written(buckets)
     left = {i: subtract(written[i], exposed.get(i, ())) for i in sorted(written)}
@@ -257,7 +274,7 @@ def join_buckets(buckets: Sequence[BucketPlan], destinations: Destinations) -> L
 
 
 def _read_before_written(buckets: Sequence[BucketPlan]) -> Mapping[int, Sequence[Interval]]:
-    """Bytes that are read before this sync has written them, by storage."""
+    """Return the bytes that are read before this sync has written them, by storage."""
     so_far: dict[int, list[Interval]] = {}
     exposed: dict[int, list[Interval]] = defaultdict(list)
     for bucket in buckets:

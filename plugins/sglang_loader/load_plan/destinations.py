@@ -1,12 +1,11 @@
 """Every storage that a model's modules can reach: the possible destinations of a weight update.
 
-Parameters and buffers are not all: MLA keeps `w_kc` and `w_vc` as plain attributes, others keep
-lists and dicts of tensors. `collect_destinations` walks modules, their attributes and nested
-containers, and groups the tensors it finds by storage, so that tied weights and views are one
-destination.
+Parameters and buffers are not all. MLA keeps `w_kc` and `w_vc` as plain attributes, other modules
+keep lists and dicts of tensors. `collect_destinations` walks modules, their attributes and nested
+containers. The walk groups tensors by storage, so that tied weights and views are one destination.
 
-It holds strong references: as long as a `Destinations` lives, no address in it can be handed out
-again.
+A `Destinations` object holds strong references to the memory. As long as the object lives, none of
+its addresses can be handed out again.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from operator import attrgetter
 from types import FunctionType, MethodType, NoneType
 from typing import Any
 
@@ -37,7 +37,7 @@ _CONTAINERS = frozenset({OrderedDict, dict, list, tuple})
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One reachable tensor: its path, the storage it lies in, and its place there."""
+    """One reachable tensor: its path, its storage, and its place in the storage."""
 
     name: str
     kind: str
@@ -46,7 +46,7 @@ class TensorEntry:
     region: Region
 
     def lies_in(self, ranges: Sequence[Interval]) -> bool:
-        """Whether all of its bytes are among sorted, disjoint byte ranges of its storage."""
+        """Return True if all of its bytes are in sorted, disjoint byte ranges of its storage."""
         if contains(ranges, self.region.bounds()):
             return True
         return all(contains(ranges, run) for run in merge_runs([self.region.runs()]))
@@ -54,7 +54,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class StorageEntry:
-    """One distinct storage: `name` is the first path that reaches it and serves as its key."""
+    """One distinct storage. `name` is the first path that reaches the storage, and its key."""
 
     name: str
     data_ptr: int
@@ -66,8 +66,9 @@ class StorageEntry:
 class Destinations:
     """The reachable tensors and storages of a model at one moment.
 
-    `opaque` names tensors without one plain strided storage (wrapper subclasses, sparse): nothing
-    can be proved about those, so no plan is made for a model that has any.
+    Attributes:
+        opaque: names of tensors without one plain strided storage, such as wrapper subclasses and
+            sparse tensors. Nothing can be proved about these. A model that has any gets no plan.
     """
 
     storages: tuple[StorageEntry, ...]
@@ -77,7 +78,7 @@ class Destinations:
 
     @cached_property
     def memory(self) -> tuple[torch.Tensor, ...]:
-        """Each storage as a flat uint8 tensor that shares its memory."""
+        """The storages as flat uint8 tensors that share their memory."""
         with torch.inference_mode(False), torch.no_grad():
             return tuple(
                 torch.empty(0, dtype=torch.uint8, device=raw.device).set_(raw)
@@ -89,24 +90,24 @@ class Destinations:
         return sorted((s.data_ptr, s.data_ptr + s.nbytes, i) for i, s in enumerate(self.storages))
 
     def find(self, data_ptr: int) -> tuple[int, int] | None:
-        """(storage index, byte offset inside it) of an address, or None."""
+        """Return the storage index of an address, and the byte offset in the storage, or None."""
         at = bisect_right(self._spans, (data_ptr, sys.maxsize)) - 1
         if at < 0 or data_ptr >= self._spans[at][1]:
             return None
         return self._spans[at][2], data_ptr - self._spans[at][0]
 
     def names_of(self, storage: int) -> tuple[str, ...]:
-        """Every path that reaches this storage."""
+        """Return every path that reaches this storage."""
         return tuple(t.name for t in self.tensors if t.storage == storage)
 
 
 def collect_destinations(model: nn.Module, earlier: Destinations | None = None) -> Destinations:
-    """Every storage reachable from `model`'s modules. Empty and meta tensors are left out.
+    """Collect every storage that `model`'s modules reach. Empty and meta tensors are left out.
 
-    The storages of an `earlier` collection keep their numbers; new ones come after them.
+    The storages of an `earlier` collection keep their numbers. New storages get the next numbers.
 
     Raises:
-        ValueError: two storages overlap in memory: a write to one would change the other unseen.
+        ValueError: two storages overlap in memory. A write to one would change the other unseen.
     """
     storages = list(earlier.storages) if earlier is not None else []
     keep_alive = list(earlier.keep_alive) if earlier is not None else []
@@ -134,7 +135,7 @@ def collect_destinations(model: nn.Module, earlier: Destinations | None = None) 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor was found: `container[key]` is it. `kind`: parameter, buffer or attribute."""
+    """The place of a tensor: `container[key]`. `kind` is "parameter", "buffer" or "attribute"."""
 
     name: str
     kind: str
@@ -144,7 +145,7 @@ class Place:
 
 
 def iterate_tensors(model: nn.Module) -> Iterator[Place]:
-    """Every reachable tensor: parameters, buffers, attributes, and those inside containers."""
+    """Yield every reachable tensor: parameters, buffers, attributes, and what containers hold."""
     for prefix, module in model.named_modules():
         dot = f"{prefix}." if prefix else ""
         for name, parameter in module._parameters.items():
@@ -160,7 +161,16 @@ def iterate_tensors(model: nn.Module) -> Iterator[Place]:
 def first_difference(
     before: Destinations, after: Destinations, *, new_allowed: bool = False
 ) -> str | None:
-    """Which tensor was added, removed or moved between two collections of one model, or None."""
+    """Return a text about a tensor that was added, removed or moved between two collections.
+
+    Args:
+        before: an earlier collection of one model.
+        after: a later collection.
+        new_allowed: if True, an added tensor is no difference.
+
+    Returns:
+        The text, or None if the collections are equal.
+    """
     old, new = _places(before), _places(after)
     for name in old if new_allowed else {**old, **new}:
         if name not in new or name not in old:
@@ -201,7 +211,7 @@ def _tensors_in(path: str, container: Any, key: Any, value: Any, depth: int) -> 
 
 
 def _check_disjoint(storages: list[StorageEntry]) -> None:
-    ordered = sorted(storages, key=lambda s: s.data_ptr)
+    ordered = sorted(storages, key=attrgetter("data_ptr"))
     for low, high in pairwise(ordered):
         if low.data_ptr + low.nbytes > high.data_ptr:
             raise ValueError(f"the storages of {low.name} and {high.name} overlap in memory")

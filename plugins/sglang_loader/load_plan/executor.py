@@ -1,11 +1,12 @@
-"""Replays a load plan: a few fused copies per bucket, and `load_weights` for the plan's `rest`.
-Launches work, never waits for it.
+"""Replay of a load plan: a few fused copies per bucket, and `load_weights` for the plan's `rest`.
+
+The executor launches work and never waits.
 
     executor = PlanExecutor(plan, model.load_weights)
     executor.replay(0, BucketSource.flat(staging))   # on the current stream; asynchronous
 
 Copies are computed once per `BucketMap`, and bound to addresses once per `BucketSource`. Both are
-kept as long as their map or source lives, so that dropping a source frees its memory.
+kept as long as their map or source lives. So dropping a source frees its memory.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ NO_TENSORS = BucketLayout((), 0)
 
 @dataclass(frozen=True)
 class _Binding:
-    """Launches of the copies of one bucket, and the tensors in `scratch` for the model's loader."""
+    """The launches of one bucket's copies, and the tensors in `scratch` for `load_weights`."""
 
     plan: BucketPlan
     copies: list[Callable[[], object]]
@@ -43,19 +44,23 @@ class _Binding:
 
 
 class PlanExecutor:
-    """Executes the buckets of one plan. Whether the plan still holds is for `guard` to say."""
+    """The executor of one plan. `guard` checks whether the plan still holds."""
 
     def __init__(self, plan: LoadPlan, load_weights: LoadWeights) -> None:
         self._plan = plan
         self._load_weights = load_weights
-        self._found: WeakKeyDictionary[BucketMap, _Copies] = WeakKeyDictionary()
+        self._copies: WeakKeyDictionary[BucketMap, _Copies] = WeakKeyDictionary()
         self._bound: WeakKeyDictionary[BucketSource, _Binding] = WeakKeyDictionary()
         self._scratch: WeakValueDictionary[torch.device, torch.Tensor] = WeakValueDictionary()
         self._scratch_nbytes = max((bucket.rest.nbytes for bucket in plan.buckets), default=0)
 
     def replay(self, index: int, source: BucketSource, arranged: BucketPlan | None = None) -> None:
-        """Load a bucket from `source`, asynchronously on the current stream, except for the tensors
-        that the model's loader loads. `arranged`: the plan of a bucket that came arranged.
+        """Load a bucket from `source`, asynchronously on the current stream.
+
+        Only the tensors of `rest`, which `load_weights` loads, may wait for the device.
+
+        Args:
+            arranged: the plan of an arranged bucket, or None for a whole bucket.
 
         Raises:
             IndexError: there is no such bucket.
@@ -65,16 +70,16 @@ class PlanExecutor:
         plan = arranged or self._plan.buckets[index]
         binding = self._bound.get(source)
         if binding is None or binding.plan is not plan:
-            copies = self._found.get(source.map)
+            copies = self._copies.get(source.map)
             if copies is None or copies.plan is not plan:
-                copies = self._found[source.map] = _Copies(plan, source.map)
+                copies = self._copies[source.map] = _Copies(plan, source.map)
             scratch = self._scratch_on(source.device)
             memory = self._plan.destinations.memory
             binding = self._bound[source] = copies.bind(memory, source, scratch)
         binding.run(self._load_weights)
 
     def _scratch_on(self, device: torch.device) -> torch.Tensor:
-        """Memory for the `rest` of any bucket: buckets use it one after the other."""
+        """Return memory for the `rest` of any bucket. Buckets use it one after the other."""
         scratch = self._scratch.get(device)
         if scratch is None:
             scratch = self._scratch[device] = _empty(self._scratch_nbytes, device)
@@ -84,7 +89,7 @@ class PlanExecutor:
 def replay_once(
     plan: BucketPlan, destinations: Destinations, load_weights: LoadWeights, buffer: torch.Tensor
 ) -> None:
-    """`PlanExecutor.replay` of one bucket's plan; the binding is not kept."""
+    """Replay one bucket's plan as `PlanExecutor.replay` does, without keeping the binding."""
     scratch, source = _empty(plan.rest.nbytes, buffer.device), BucketSource.flat(buffer)
     _Copies(plan, source.map).bind(destinations.memory, source, scratch).run(load_weights)
 
@@ -92,8 +97,13 @@ def replay_once(
 def copy_to_new_memory(
     plan: BucketPlan, storage: int, memory: Sequence[torch.Tensor], buffer: torch.Tensor
 ) -> torch.Tensor:
-    """Do a plan's copies to one storage, or to the `SCRATCH`, in new memory instead, which is zero
-    elsewhere. `memory`: the model's storages, which are not written.
+    """Run a plan's copies to one storage, or to the `SCRATCH`, into new memory.
+
+    Args:
+        memory: the model's storages, which are not written.
+
+    Returns:
+        The new memory, zero where no copy writes.
     """
     copies = tuple(copy for copy in plan.copies if copy.storage == storage)
     plan = replace(plan, copies=copies, rest=plan.rest if storage == SCRATCH else NO_TENSORS)
@@ -112,12 +122,12 @@ def _empty(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 class _Copies:
-    """A bucket's copies from the numbered memories of its map, to storages or to the scratch."""
+    """The copies of a bucket, from the numbered memories of its map to storages or scratch."""
 
     def __init__(self, plan: BucketPlan, bucket_map: BucketMap) -> None:
         self.plan = plan
-        found = (found for copy in plan.copies for found in bucket_map.copies(copy))
-        self._fused = FusedCopies(list(found))
+        copies = [part for copy in plan.copies for part in bucket_map.copies(copy)]
+        self._fused = FusedCopies(copies)
 
     def bind(
         self, storages: Sequence[torch.Tensor], source: BucketSource, scratch: torch.Tensor

@@ -1,8 +1,9 @@
-"""Decides, before every sync, whether a load plan still holds, and says in words why not.
+"""Check, before every sync, that a load plan still holds. The result is a reason, or None.
 
-`what_changed` compares the engine's context (plain values that may change while it lives, such as
-the expert map) with the context of the plan. `DestinationProbe` checks that the model's modules and
-tensors are where they were, and loaded by the same functions: under 1 ms for 30 B.
+`what_changed` compares the engine's context (plain values that may change while the engine lives,
+such as the expert map) with the context of the plan. `DestinationProbe` checks the model's modules
+and tensors: they must be at the same places, and loaded by the same functions. The probe takes
+under 1 ms for 30 B.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from torch import nn
 from sglang_loader.load_plan.destinations import Destinations, iterate_tensors
 
 
-def what_changed(before: Mapping[str, object], now: Mapping[str, object]) -> str | None:
-    """The first difference of two contexts; None if there is none."""
-    for key in sorted({*before, *now}):
-        if (old := before.get(key)) != (new := now.get(key)):
+def what_changed(earlier: Mapping[str, object], current: Mapping[str, object]) -> str | None:
+    """Return the first difference of two contexts, or None."""
+    for key in sorted({*earlier, *current}):
+        if (old := earlier.get(key)) != (new := current.get(key)):
             return f"{key} was {_short(old)}, now {_short(new)}"
     return None
 
 
 class DestinationProbe:
-    """Notices a model whose tensors are no longer where the plan writes."""
+    """A probe for tensors of a model that are no longer where the plan writes."""
 
     def __init__(self, model: nn.Module, destinations: Destinations) -> None:
         names = {tensor.name for tensor in destinations.tensors}
@@ -49,34 +50,34 @@ class DestinationProbe:
         ]
         self._sizes = list(map(len, self._registries))
         self._loaded = list(_with_loaders(model))
-        self._loaders = self._loaders_now()
+        self._loaders = self._current_loaders()
 
     def mismatch(self) -> str | None:
-        """The first module, tensor or loading function that was replaced, added or removed, in
-        words, or None.
+        """Return a text about the first module, tensor or loading function that changed, or None.
 
-        A tensor in a new attribute that is neither parameter nor buffer goes unnoticed.
+        A change is a replacement, an addition or a removal. The probe does not notice a tensor in a
+        new attribute that is neither parameter nor buffer.
         """
-        for name, container, key, before in self._places:
+        for name, container, key, value in self._places:
             try:
-                if container[key] is not before:
+                if container[key] is not value:
                     return f"{name} was rebound"
             except (KeyError, IndexError):
                 return f"{name} is gone"
-        if (now := _geometry_of(self._tensors)) != self._geometry:
-            olds, news = zip(*self._geometry, strict=True), zip(*now, strict=True)
+        if (geometry := _geometry_of(self._tensors)) != self._geometry:
+            olds, news = zip(*self._geometry, strict=True), zip(*geometry, strict=True)
             pairs = zip(self._names, olds, news, strict=True)
             name = next(name for name, old, new in pairs if old != new)
             return f"{name} was rebound, or has another shape, stride or dtype"
         if list(map(len, self._registries)) != self._sizes:
             return "a module, parameter or buffer was added or is gone"
-        if (loaders := self._loaders_now()) != self._loaders:
-            changed = [now != before for now, before in zip(loaders, self._loaders, strict=True)]
+        if (loaders := self._current_loaders()) != self._loaders:
+            changed = [new != old for new, old in zip(loaders, self._loaders, strict=True)]
             name, _, attribute = self._loaded[changed.index(True)]
             return f"{name}.{attribute}".lstrip(".") + " was replaced"
         return None
 
-    def _loaders_now(self) -> list[object]:
+    def _current_loaders(self) -> list[object]:
         return [attributes.get(name) for _, attributes, name in self._loaded]
 
 
@@ -85,8 +86,9 @@ _MODULES_LOADERS = ("weight_loader", "load_weights")
 
 
 def _with_loaders(model: nn.Module) -> Iterator[tuple[str, Mapping[str, object], str]]:
-    """Yield the places where a function that loads weights is or could be: the name of a tensor,
-    module or class, its attributes, and the attribute's name.
+    """Yield the places where a function that loads weights is or could be.
+
+    Each place is the name of a tensor, module or class, its attributes, and an attribute's name.
     """
     classes: dict[type, None] = {}
     for path, module in model.named_modules():
@@ -95,16 +97,16 @@ def _with_loaders(model: nn.Module) -> Iterator[tuple[str, Mapping[str, object],
             for name, tensor in registry.items():
                 if tensor is not None:
                     classes.update(dict.fromkeys(type(tensor).__mro__))
-                    yield from ((dot + name, vars(tensor), each) for each in _TENSORS_LOADERS)
+                    yield from ((dot + name, vars(tensor), loader) for loader in _TENSORS_LOADERS)
         classes.update(dict.fromkeys(type(module).__mro__))
-        yield from ((path, vars(module), each) for each in _MODULES_LOADERS)
-    for found in classes:
-        names = dict.fromkeys((*_TENSORS_LOADERS, *_MODULES_LOADERS))
-        yield from ((found.__name__, vars(found), each) for each in names)
+        yield from ((path, vars(module), loader) for loader in _MODULES_LOADERS)
+    for owner in classes:
+        loaders = dict.fromkeys((*_TENSORS_LOADERS, *_MODULES_LOADERS))
+        yield from ((owner.__name__, vars(owner), loader) for loader in loaders)
 
 
 def _geometry_of(tensors: Sequence[torch.Tensor]) -> tuple[list[object], ...]:
-    """A list for each property of the tensors that `tensor.data = other` may change."""
+    """Return a list for each property of the tensors that `tensor.data = other` may change."""
     return (
         list(map(torch.Tensor.data_ptr, tensors)),
         list(map(torch.Tensor.storage_offset, tensors)),

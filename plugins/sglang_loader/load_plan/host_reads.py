@@ -1,14 +1,14 @@
-"""Detects tensor data that reaches Python without an operator, which a plan could not replay.
+"""Detection of tensor data that reaches Python without an operator. A plan could not replay this.
 
-`tolist`, `numpy`, `repr`, DLPack, storages and raw pointers bypass the dispatcher: each is
-reported, and the plan is refused if the data belongs to a sync. `item` is different: SGLang's
-default loader writes scalars as `param.fill_(loaded.item())`. While tracing, `item` returns a
-`DeferredScalar`: `fill_` with it becomes a copy, any other use of it reports a host read and yields
-the number. One that outlives the load, in an attribute for example, would be used later without
-being seen.
+`tolist`, `numpy`, `repr`, DLPack, storages and raw pointers bypass the dispatcher. Each use is
+reported, and the plan is refused if the data belongs to a sync. `item` is different, because
+SGLang's default loader writes scalars as `param.fill_(loaded.item())`. While tracing, `item`
+returns a `DeferredScalar`. A `fill_` with this scalar becomes a copy. Any other use of the scalar
+reports a host read and yields the number. If the scalar outlives the load, for example in an
+attribute, a later use of it would stay unseen.
 
-Reads in C++ that no function of torch's Python API begins stay unseen: those of an extension, or of
-TorchScript.
+A read in C++ stays unseen if no function of torch's Python API begins it: a read of an extension,
+or of TorchScript.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ MEMORY_GIVEN_AWAY = frozenset(
         *(*_POINTERS, *_STORAGES, *_PYTHON_LOOPS, *_DLPACK_FUNCTIONS),
     )
 )
-"""Methods through which the memory can also be written without being seen."""
+"""Methods through which the memory can also be written unseen."""
 
 _READS = (*MEMORY_GIVEN_AWAY, "tolist", "__repr__", "__format__", "item")
 
 # A property is watched by its getter.
 _WATCHED = {
-    getattr(found, "__get__", found) if name == _INTERFACE else found: name
+    getattr(method, "__get__", method) if name == _INTERFACE else method: name
     for name in _READS
-    if (found := getattr(torch.Tensor, name, None)) is not None
+    if (method := getattr(torch.Tensor, name, None)) is not None
 }
 
 # With a tensor of indices the split reads them on the host, and has no operator of its own.
@@ -53,11 +53,11 @@ _SPLITS = (torch.tensor_split, torch.Tensor.tensor_split)
 _SPLIT_INDICES = "tensor_indices_or_sections"
 
 Report = Callable[[str, torch.Tensor], None]
-"""Called with the name of the method and the tensor whose data Python has seen."""
+"""A callback that receives the name of the method and the tensor whose data Python read."""
 
 
 class HostReadWatch(TorchFunctionMode):
-    """Active during a trace, in the tracing thread."""
+    """A torch function mode that reports host reads of the tracing thread during a trace."""
 
     def __init__(self, report: Report) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class HostReadWatch(TorchFunctionMode):
 
     @property
     def has_live_scalars(self) -> bool:
-        """True if somebody still holds a `DeferredScalar` of this trace."""
+        """True if a Python object still holds a `DeferredScalar` of this trace."""
         return any(scalar() is not None for scalar in self._scalars)
 
     def __torch_function__(
@@ -93,11 +93,10 @@ class HostReadWatch(TorchFunctionMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Be active in the body, also for DLPack's functions, which no mode sees. One thread at a
-        time may do this.
-        """
+        """Watch the body, also the functions of DLPack. One thread at a time may do this."""
         tracing_thread = threading.get_ident()
-        # A module that is imported meanwhile may keep a wrapper for ever, but no memory through it.
+        # No mode sees the functions of DLPack, so they are wrapped. A module that is imported in
+        # the body may keep a wrapper for ever, but no memory through it.
         reports = [self._report]
 
         def watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,29 +109,29 @@ class HostReadWatch(TorchFunctionMode):
             return export
 
         places = [(torch._C, name, name) for name in _DLPACK_FUNCTIONS]
-        places += [(each, "to_dlpack", "_to_dlpack") for each in (torch, torch.utils.dlpack)]
-        before = [getattr(module, attribute) for module, attribute, _ in places]
+        places += [(module, "to_dlpack", "_to_dlpack") for module in (torch, torch.utils.dlpack)]
+        originals = [getattr(module, attribute) for module, attribute, _ in places]
         # Not by `unittest.mock`: a cycle there would keep the memory of this trace alive.
-        for (module, attribute, name), function in zip(places, before, strict=True):
+        for (module, attribute, name), function in zip(places, originals, strict=True):
             setattr(module, attribute, watched(name, function))
         try:
             with self:
                 yield
         finally:
             reports.clear()
-            for (module, attribute, _), function in zip(places, before, strict=True):
+            for (module, attribute, _), function in zip(places, originals, strict=True):
                 setattr(module, attribute, function)
 
 
 class DeferredScalar:
-    """What `item` returns during a trace: a number that is read when it is first used."""
+    """The result of `item` during a trace: a number that is read when it is first used."""
 
     def __init__(self, tensor: torch.Tensor, report: Report) -> None:
         self.tensor = tensor
         self._report = report
 
     def number(self) -> Any:
-        """The value; reports a host read."""
+        """Report a host read, and return the value."""
         self._report("item", self.tensor)
         with torch._C.DisableTorchFunction():
             return self.tensor.item()
@@ -156,11 +155,11 @@ def _number(value: Any) -> Any:
 
 
 def _forward(name: str) -> Callable[..., Any]:
-    def operation(self: DeferredScalar, *others: Any) -> Any:
+    def operation(self: DeferredScalar, *operands: Any) -> Any:
         own = self.number()
-        result = getattr(own, name)(*(_number(other) for other in others))
-        if result is NotImplemented and others and isinstance(own, int):
-            return getattr(float(own), name)(*(_number(other) for other in others))
+        result = getattr(own, name)(*(_number(operand) for operand in operands))
+        if result is NotImplemented and operands and isinstance(own, int):
+            return getattr(float(own), name)(*(_number(operand) for operand in operands))
         return result
 
     operation.__name__ = name

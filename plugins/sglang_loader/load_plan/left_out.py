@@ -1,10 +1,9 @@
-"""Checks that a plan may leave out the writes that `load_weights` makes without a tensor of the
-bucket. Pure.
+"""Check of the writes that a plan leaves out: those that need no tensor of the bucket. Pure.
 
-Zeros in a padded row stay as they are. Weights derived from other weights (MLA's `w_kc`, which some
-models compute for all layers in every call) may stay as they are if they are up to date: the last
-bucket of a sync that writes their sources must derive them, too. The proof of one bucket cannot
-tell this, so `why_stale` looks at all buckets of the sync.
+Zeros in a padded row stay as they are. Some weights are derived from other weights: MLA's `w_kc`,
+which some models compute for all layers in every call. Derived weights may stay as they are if they
+are up to date. So the last bucket of a sync that writes their sources must derive them, too. The
+proof of one bucket cannot show this. `why_stale` therefore looks at all buckets of a sync.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from sglang_loader.load_plan.plan import BucketPlan, DerivedWrite
 from sglang_loader.load_plan.trace import Space, Step, TensorRef, in_space
 
 Writes = Mapping[int, Sequence[Interval]]
-"""Byte ranges by destination storage."""
+"""Byte ranges, by destination storage."""
 
 
 def derived_writes(steps: Iterable[Step]) -> Iterator[DerivedWrite]:
-    """The steps that write to the model and need no data but the model's."""
+    """Yield the steps that write to the model and need no data but the model's."""
     for step in steps:
         targets = tuple(in_space(step.writes, Space.DESTINATION))
         if targets and all(origin.space is Space.DESTINATION for origin in step.origins):
@@ -30,31 +29,34 @@ def derived_writes(steps: Iterable[Step]) -> Iterator[DerivedWrite]:
 
 
 def recomputed(steps: Sequence[Step]) -> frozenset[DerivedWrite]:
-    """The derived writes after which no other step writes their targets or sources."""
-    found: set[DerivedWrite] = set()
+    """Return the derived writes after which no other step writes their targets or sources."""
+    repeated: set[DerivedWrite] = set()
     later: dict[int, list[Interval]] = defaultdict(list)
     for step in reversed(steps):
         for write in derived_writes([step]) if step.origins else ():
             if not is_written((*write.targets, *write.sources), later):
-                found.add(write)
+                repeated.add(write)
         for ref in in_space(step.writes, Space.DESTINATION):
             later[ref.index].append(ref.region.bounds())
-    return frozenset(found)
+    return frozenset(repeated)
 
 
 def is_written(refs: Iterable[TensorRef], writes: Writes) -> bool:
-    """True if any byte of these tensors may be written."""
+    """Return True if any byte of these tensors may be written."""
     return any(meets(writes.get(ref.index, ()), ref.region.bounds()) for ref in refs)
 
 
 def why_stale(buckets: Sequence[BucketPlan], destinations: Destinations) -> str | None:
-    """The first weight that a sync by these plans would leave otherwise than `load_weights`, in
-    words; None if there is none.
+    """Return a text about the first weight that a sync by these plans would leave stale, or None.
 
-    Bucket 0 has `kv_b` of layer 0, bucket 1 that of layer 1. If each call of `load_weights` derives
-    `w_kc` of both layers, bucket 0 may leave out that of layer 1: its `kv_b` was last written by
-    bucket 1, one sync before, which derived it. If only the second call derives any, that of layer
-    0 is stale: bucket 1 would leave it out, and bucket 0, which writes its `kv_b`, does not derive.
+    A weight is stale if `load_weights` would leave other bytes. An example: bucket 0 has `kv_b` of
+    layer 0, bucket 1 has `kv_b` of layer 1.
+
+    - Every call of `load_weights` derives `w_kc` of both layers. Then bucket 0 may leave out `w_kc`
+      of layer 1. Bucket 1 of the last sync was the last to write `kv_b` of layer 1, and derived
+      `w_kc`.
+    - Only the second call derives `w_kc`, of both layers. Then `w_kc` of layer 0 is stale. Bucket 1
+      would leave it out, and bucket 0, which writes `kv_b` of layer 0, derives nothing.
     """
     left_out: dict[DerivedWrite, list[int]] = defaultdict(list)  # and the buckets that leave it out
     unwritten: dict[int, list[Interval]] = defaultdict(list)  # bytes by destination storage
@@ -75,8 +77,8 @@ def why_stale(buckets: Sequence[BucketPlan], destinations: Destinations) -> str 
         to_sources = [i for i, bucket in enumerate(buckets) if is_written(sources, bucket.writes)]
         is_read = any(is_written(targets, bucket.live_in) for bucket in buckets)
         for number in numbers:
-            others = [i for i in to_targets if i < number or (is_read and i > number)]
-            if _last_before(number, others) not in (None, *done):
+            writers = [i for i in to_targets if i < number or (is_read and i > number)]
+            if _last_before(number, writers) not in (None, *done):
                 return f"load_weights writes {name} again in a bucket without its tensors"
             is_changed = _last_before(number, to_sources) not in (None, *done)
             if is_changed or is_written(sources, unwritten):
@@ -85,7 +87,6 @@ def why_stale(buckets: Sequence[BucketPlan], destinations: Destinations) -> str 
 
 
 def _last_before(number: int, buckets: Sequence[int]) -> int | None:
-    """Which of `buckets` was loaded last before bucket `number` comes: one before it in this sync,
-    else the last one of the sync before; None if `buckets` is empty.
-    """
-    return max(buckets, key=lambda i: (i < number, i), default=None)
+    """Return the bucket of `buckets` that was loaded last before bucket `number`, or None."""
+    # A bucket before `number` was loaded in this sync, any other in the sync before.
+    return max((i for i in buckets if i < number), default=max(buckets, default=None))

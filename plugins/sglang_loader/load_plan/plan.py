@@ -1,14 +1,14 @@
-"""The compiled load plan: how to load each bucket so that every byte lands where the model's own
-loader puts it.
+"""The compiled load plan: how to load each bucket so that every byte lands in its place.
 
-A `LoadPlan` is made once (`compiler`), executed many times (`executor`), and for each bucket holds
+A byte's place is where the model's own `load_weights` puts the byte. A `LoadPlan` is made once
+(`compiler`) and executed many times (`executor`). For each bucket it holds
 
-- `copies`: strided copies straight from the bucket into destination storages, in any order, no byte
-  written twice, and into the scratch buffer;
-- `rest`: the tensors that the loader does not only copy (it adds them, derives a buffer, calls
-  `cat`): it loads them itself, after the copies, from the scratch buffer.
+- `copies`: strided copies from the bucket into destination storages and into the scratch buffer, in
+  any order, no byte written twice.
+- `rest`: the tensors that `load_weights` does not only copy. It may add them, derive a buffer, or
+  call `cat`. After the copies `load_weights` itself loads these tensors, from the scratch buffer.
 
-Its `coverage` are the bytes of the model that a whole sync is proven to overwrite.
+The plan's `coverage` is the bytes of the model that a whole sync is proven to overwrite.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.trace import TensorRef
 
 LoadWeights: TypeAlias = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
-"""A model's own `load_weights`: takes `(name, tensor)` pairs."""
+"""A model's own `load_weights`. The argument is `(name, tensor)` pairs."""
 
 
 SCRATCH = -1
@@ -36,14 +36,15 @@ SCRATCH = -1
 
 
 class PlanRefused(RuntimeError):
-    """No plan can be made; the text says why, for a log. The weights are as the model's own
-    `load_weights` leaves them, so the caller goes on eagerly.
+    """A load that has no plan. The text is the reason, for a log.
+
+    The weights are as the model's own `load_weights` leaves them. The caller goes on eagerly.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class DerivedWrite:
-    """A step that computes parts of the model from other parts of it, or from nothing."""
+    """A step that computes parts of the model from other parts of the model, or from nothing."""
 
     op: torch._ops.OpOverload
     targets: tuple[TensorRef, ...]
@@ -52,20 +53,22 @@ class DerivedWrite:
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """How to load one bucket.
+    """The plan of one bucket.
 
     Attributes:
-        rest: tensors that `load_weights` loads, where they lie in the scratch buffer. `copies`
-            bring them there: the loader may change what it gets.
-        written: by destination storage the byte ranges that this bucket surely overwrites.
-        live_in: by destination storage the byte ranges of which the loading of `rest` reads the old
+        layout: of the bucket.
+        copies: to the destination storages and to the scratch buffer.
+        rest: the layout, in the scratch buffer, of the tensors that `load_weights` loads. `copies`
+            bring the tensors there, because `load_weights` may change its arguments.
+        written: by destination storage, the byte ranges that this bucket surely overwrites.
+        live_in: by destination storage, the byte ranges of which loading `rest` reads the old
             content.
-        writes: by destination storage the byte ranges that the bucket's tensors may be written to.
+        writes: by destination storage, the byte ranges that the bucket's tensors may be written to.
         left_out: the derived writes of `load_weights` that the plan does not repeat.
-        recomputed: derived writes that a replay does, as they depend on tensors of this bucket; no
-            later step of it writes their targets or sources.
-        host_reads: `(what, storage, byte range)` of the model's data that reached Python: harmless
-            only if no sync ever writes it.
+        recomputed: derived writes that a replay repeats, because they depend on tensors of this
+            bucket. No later step of the bucket writes their targets or sources.
+        host_reads: `(method, storage, byte range)` of the model's data that reached Python. They
+            are harmless only if no sync ever writes this data.
     """
 
     layout: BucketLayout
@@ -86,12 +89,14 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """The plans of all buckets of a sync, in order, and what holds for the sync as a whole.
+    """The plans of all buckets of a sync, in order, and the facts about the sync as a whole.
 
     Attributes:
-        coverage: by `StorageEntry.name` the sorted byte ranges that a sync overwrites without
+        buckets: in order.
+        coverage: by `StorageEntry.name`, the sorted byte ranges that a sync overwrites without
             reading them first.
-        name: of this plan alone, in all processes.
+        destinations: the storages that the plan writes to.
+        name: unique among all plans of all processes.
     """
 
     buckets: tuple[BucketPlan, ...]
@@ -101,11 +106,11 @@ class LoadPlan:
 
     @property
     def num_copies(self) -> int:
-        """Copies of a sync to the model."""
+        """The number of copies of a sync to the model."""
         copies = (copy for bucket in self.buckets for copy in bucket.copies)
         return sum(copy.storage != SCRATCH for copy in copies)
 
     @property
     def num_rest(self) -> int:
-        """Tensors of a sync that the model's loader loads."""
+        """The number of tensors of a sync that `load_weights` loads."""
         return sum(len(bucket.rest.tensors) for bucket in self.buckets)

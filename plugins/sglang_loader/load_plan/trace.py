@@ -1,5 +1,6 @@
-"""The data of a trace: operator calls whose tensors are places in memory. `tracer` records it, and
-`compiler` turns it into a plan.
+"""The data of a trace: operator calls whose tensors are places in memory.
+
+`tracer` records a trace, and `compiler` turns a trace into a plan.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from sglang_loader.load_plan.destinations import Destinations
 
 
 class Space(Enum):
-    """Where a referenced tensor's memory lies."""
+    """The kind of memory in which a referenced tensor lies."""
 
     BUCKET = "bucket"
     DESTINATION = "destination"
@@ -27,7 +28,7 @@ class Space(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """A tensor as a place in memory: `index` numbers the storage within its space."""
+    """A tensor as a place in memory. `index` is the number of the storage within its space."""
 
     space: Space
     index: int
@@ -43,25 +44,25 @@ _MEMORY = (Space.BUCKET, Space.DESTINATION)
 
 
 class Origins:
-    """Tells which parts of the bucket and of the model went into each tensor of a load."""
+    """The parts of the bucket and of the model that went into each tensor of a load."""
 
     def __init__(self) -> None:
         self._made_of: dict[tuple[Space, int], tuple[TensorRef, ...]] = {}
 
     def of(self, ref: TensorRef) -> tuple[TensorRef, ...]:
-        """Parts of the bucket and of the model that went into `ref`."""
+        """Return the parts of the bucket and of the model that went into `ref`."""
         if ref.space in _MEMORY:
             return (ref,)
         return self._made_of.get((ref.space, ref.index), ())
 
     def has(self, temporary: int) -> bool:
-        """True if any part of the bucket or of the model went into a temporary."""
+        """Return True if any part of the bucket or of the model went into a temporary."""
         return bool(self._made_of.get((Space.TEMPORARY, temporary)))
 
     def follow(
         self, reads: Sequence[TensorRef], writes: Sequence[TensorRef]
     ) -> tuple[TensorRef, ...]:
-        """Take note of the next step; returns the origins of all that it reads."""
+        """Record the next step, and return the origins of all tensors that the step reads."""
         origins = tuple([origin for ref in reads for origin in self.of(ref)])
         for key in [(ref.space, ref.index) for ref in writes if ref.space not in _MEMORY]:
             self._made_of[key] = tuple(dict.fromkeys((*self._made_of.get(key, ()), *origins)))
@@ -73,8 +74,8 @@ class Step:
     """One recorded operator call.
 
     Attributes:
-        writes: including the temporaries that it made.
-        origins: parts of the bucket and of the model that it reads, also through temporaries.
+        writes: including the temporaries that the call made.
+        origins: parts of the bucket and of the model that the call reads, also through temporaries.
     """
 
     op: torch._ops.OpOverload
@@ -85,7 +86,7 @@ class Step:
 
     @property
     def copied(self) -> tuple[TensorRef, TensorRef] | None:
-        """(source, target) of a copy; None where it is something else."""
+        """The source and target of a copy. None if the call is no copy."""
         is_copy = self.op is torch.ops.aten.copy_.default
         return (self.reads[0], self.writes[0]) if is_copy else None
 
@@ -98,9 +99,9 @@ class TracedBucket:
         destinations: the model's storages at that time.
         steps: in order.
         origins: of the temporaries, after the last step.
-        host_reads: methods by which tensor data reached Python, and the tensors: a plan cannot
-            replay decisions that depend on it.
-        problems: why no plan can be made of this.
+        host_reads: methods by which tensor data reached Python, and the tensors. A plan cannot
+            replay decisions that depend on this data.
+        problems: the reasons why no plan can be made of this bucket.
     """
 
     layout: BucketLayout

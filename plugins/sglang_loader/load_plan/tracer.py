@@ -1,20 +1,20 @@
-"""Records what a model's own `load_weights` does with the bytes of one bucket.
+"""Trace of what a model's own `load_weights` does with the bytes of one bucket.
 
-A `TorchDispatchMode` sees every operator below autograd, also inside loaders that know nothing of
-it. Each recorded step refers to memory, not to Python objects: a `TensorRef` says in which space
-(the bucket, a destination storage, a temporary made during the trace, or a constant that existed
-before it) and where.
+A `TorchDispatchMode` receives every operator below autograd, also inside loaders that were not
+written for it. Each recorded step refers to memory, not to Python objects. A `TensorRef` holds a
+place in one of four spaces: the bucket, a destination storage, a temporary made during the trace,
+or a constant that existed before.
 
 What the mode cannot see is named or prevented:
 
-- Loaders that put CPU tensors on a thread pool (SGLang's DeepSeek loader): `inline_thread_pools`
+- Some loaders put CPU tensors on a thread pool (SGLang's DeepSeek loader). `inline_thread_pools`
   runs what this thread submits at once.
-- Reads of tensor data by the host: `equal`, `bool` and the like are operators with a tag; the
-  others are seen by `host_reads`.
-- Memory that the loader keeps for a later call, where the model does not reach it, and whose use
-  would not be replayed: it is found alive after the load, and the plan is refused.
-- Threads, kernels and C++ that no mode can see: `verify.check_bucket` finds their writes. What they
-  read to decide by is not found.
+- The host may read tensor data. `equal`, `bool` and the like are operators with a tag. `host_reads`
+  reports the other reads.
+- A loader may keep memory for a later call, in a place that the model does not reach. Its use would
+  not be replayed. Such memory is still alive after the load, and the plan is refused.
+- No mode sees threads, kernels and C++. `verify.check_bucket` finds their writes. If they decide by
+  data that they read, that is not found.
 """
 
 from __future__ import annotations
@@ -56,11 +56,9 @@ def trace_bucket(
     buffer: torch.Tensor,
     earlier: Destinations | None = None,
 ) -> TracedBucket:
-    """Load one bucket under tracing. Takes a scratch copy of it.
+    """Load one bucket under tracing. Takes a scratch copy of the bucket.
 
-    If that rebinds tensors, it is loaded and traced once more: loaders of the `bind_or_assign` kind
-    bind new memory in their first call and copy into it in later ones, and only later calls can be
-    replayed.
+    If the load rebinds tensors, the bucket is loaded and traced once more.
 
     Args:
         buffer: uint8 of shape `[layout.nbytes]` or more.
@@ -72,10 +70,12 @@ def trace_bucket(
         Exception: what `load_weights` raises.
     """
     source = buffer[: layout.nbytes]
+    # A loader of the `bind_or_assign` kind binds new memory in its first call and copies into that
+    # memory in later calls. Only the later calls can be replayed.
     for is_last in (False, True):
         try:
-            # As a rule nothing was rebound since: then one walk over the model, after the load, is
-            # enough.
+            # As a rule nothing was rebound since the last bucket. One walk over the model, after
+            # the load, is enough in that case.
             before = earlier if earlier and not is_last else _collect(model, earlier)
             traced, moved = _trace_once(model, load_weights, layout, source, before, earlier)
         except Exception as error:
@@ -98,11 +98,15 @@ def _trace_once(
     before: Destinations,
     earlier: Destinations | None,
 ) -> tuple[TracedBucket, str | None]:
-    """The trace, and which tensor of the model was rebound, in words, or None."""
+    """Load and trace a bucket.
+
+    Returns:
+        The trace, and a text about the tensor that was rebound, or None.
+    """
     traced = TracedBucket(layout, before)
     temporary = _record(traced, load_weights, source)
     moved = first_difference(before, _collect(model, before))
-    if moved is None and earlier is not None:  # it may have been rebound since the last bucket
+    if moved is None and earlier is not None:  # a tensor may be rebound since the last bucket
         moved = first_difference(earlier, before, new_allowed=True)
     if moved is None and any(map(_is_kept, temporary)):
         traced.problems.append("load_weights keeps a tensor that no module of the model has")
@@ -112,11 +116,12 @@ def _trace_once(
 def _record(
     traced: TracedBucket, load_weights: LoadWeights, source: torch.Tensor
 ) -> list[StorageWeakRef]:
-    """Load a copy of the bucket; returns the memory that should be free after it: that of the copy,
-    and of temporaries made from it or from the model.
+    """Load a copy of the bucket, and return the memory that should be free after the load.
+
+    That is the memory of the copy, and of temporaries made from the copy or from the model.
     """
     scratch = source.clone()  # loaders may change their sources in place
-    views = traced.layout.views(scratch)  # made here: the recorder does not see them made
+    views = traced.layout.views(scratch)  # made here, outside of the recorder
     recorder = _DispatchRecorder(traced, scratch)
     watch = HostReadWatch(recorder.note_host_read)
     with inline_thread_pools(), recorder, watch.watching():
@@ -128,7 +133,7 @@ def _record(
 
 
 def _is_kept(memory: StorageWeakRef) -> bool:
-    """True if somebody still holds it, apart from a reference cycle."""
+    """Return True if a Python object still holds the memory, apart from a reference cycle."""
     if not memory.expired():
         gc.collect(0)
     return not memory.expired()
@@ -136,12 +141,12 @@ def _is_kept(memory: StorageWeakRef) -> bool:
 
 def _collect(model: nn.Module, earlier: Destinations | None) -> Destinations:
     try:
-        found = collect_destinations(model, earlier)
+        destinations = collect_destinations(model, earlier)
     except ValueError as error:
         raise PlanRefused(str(error)) from error
-    if found.opaque:
-        raise PlanRefused(f"{found.opaque[0]} is not a plain strided tensor")
-    return found
+    if destinations.opaque:
+        raise PlanRefused(f"{destinations.opaque[0]} is not a plain strided tensor")
+    return destinations
 
 
 _patch_lock = threading.RLock()
@@ -150,15 +155,15 @@ _patch_lock = threading.RLock()
 
 @contextmanager
 def inline_thread_pools() -> Iterator[None]:
-    """Tasks that this thread submits to any `ThreadPoolExecutor` run at once, in this thread.
+    """Run tasks that this thread submits to any `ThreadPoolExecutor` at once, in this thread.
 
-    Dispatch modes are thread-local, and SGLang's DeepSeek-type loaders submit the loading of CPU
-    tensors (`model_loader/utils.py: maybe_executor_submit`). Other threads' submissions are
-    untouched.
+    Submissions of other threads are untouched.
     """
+    # Dispatch modes are thread-local, and SGLang's DeepSeek-type loaders submit the loading of CPU
+    # tensors (`model_loader/utils.py: maybe_executor_submit`).
     tracing_thread = threading.get_ident()
 
-    def run_now(self: ThreadPoolExecutor, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+    def run_inline(self: ThreadPoolExecutor, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
         if threading.get_ident() != tracing_thread:
             return submit(self, fn, *args, **kwargs)
         done: Future[Any] = Future()
@@ -170,14 +175,16 @@ def inline_thread_pools() -> Iterator[None]:
 
     with _patch_lock:
         submit = ThreadPoolExecutor.submit
-        with mock.patch.object(ThreadPoolExecutor, "submit", run_now):
+        with mock.patch.object(ThreadPoolExecutor, "submit", run_inline):
             yield
 
 
 class _DispatchRecorder(TorchDispatchMode):
-    """Turns dispatched operators into the steps of `trace`. `temporaries`, by number, are weak
-    references: their memory is freed as in an eager load, yet no other storage object can take the
-    same identity during the trace.
+    """A recorder that adds dispatched operators to a trace as steps.
+
+    Attributes:
+        trace: the trace.
+        temporaries: by number, weak references to the memory of temporaries.
     """
 
     def __init__(self, trace: TracedBucket, bucket: torch.Tensor) -> None:
@@ -186,6 +193,8 @@ class _DispatchRecorder(TorchDispatchMode):
         self._bucket_start = bucket.data_ptr()
         self._bucket_stop = self._bucket_start + bucket.numel()
         self._places: dict[int, tuple[Space, int, int]] = {}
+        # Weak: the memory is freed as in an eager load. Yet no other storage object can take the
+        # same identity during the trace.
         self.temporaries: dict[int, StorageWeakRef] = {}
         self._held: list[object] = []
         self._numbers = count()
@@ -211,10 +220,10 @@ class _DispatchRecorder(TorchDispatchMode):
             self._append(func, traits, ref_args, ref_kwargs, out)
         return out
 
-    def note_host_read(self, what: str, tensor: torch.Tensor) -> None:
-        """Remember that Python saw the data of `tensor`."""
+    def note_host_read(self, method: str, tensor: torch.Tensor) -> None:
+        """Record that Python read the data of `tensor`, by this method."""
         with _disable_current_modes():  # reads without an operator come while the mode is active
-            self.trace.host_reads.append((what, self._ref(tensor)))
+            self.trace.host_reads.append((method, self._ref(tensor)))
 
     def _append(
         self, op: Any, traits: OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
@@ -252,8 +261,11 @@ class _DispatchRecorder(TorchDispatchMode):
         return self._ref(value) if isinstance(value, torch.Tensor) else value
 
     def _ref(self, tensor: torch.Tensor, unknown: Space = Space.CONSTANT) -> TensorRef:
-        """Where a tensor is; `unknown`: the space of memory that is seen for the first time and is
-        neither the bucket's nor a destination.
+        """Return the place of a tensor.
+
+        Args:
+            unknown: the space of memory that is neither the bucket's nor a destination, and is new
+                here.
         """
         storage = tensor.untyped_storage()
         place = self._places.get(storage._cdata)
@@ -276,12 +288,12 @@ class _DispatchRecorder(TorchDispatchMode):
         return TensorRef(space, index, tensor.dtype, region)
 
     def _find(self, storage: torch.UntypedStorage) -> tuple[Space, int, int] | None:
-        """The bucket or destination that this storage is, by address, and its offset there."""
+        """Return the bucket or destination at this storage's address, and the offset there."""
         address = storage.data_ptr()
         if address == 0 or storage.nbytes() == 0:
             return None
-        found = self.trace.destinations.find(address)
-        if found is not None:
-            return Space.DESTINATION, found[0], found[1]
+        destination = self.trace.destinations.find(address)
+        if destination is not None:
+            return Space.DESTINATION, destination[0], destination[1]
         overlaps = address < self._bucket_stop and self._bucket_start < address + storage.nbytes()
         return (Space.BUCKET, 0, address - self._bucket_start) if overlaps else None

@@ -1,4 +1,4 @@
-"""How a traced `load_weights` has used each tensor of its bucket. Pure: runs nothing.
+"""The use that a traced `load_weights` made of each tensor of its bucket. Pure: runs nothing.
 
 uses = uses_of(traced)
 uses.unused                                   # names of tensors that did not change the model
@@ -24,13 +24,13 @@ from sglang_loader.load_plan.trace import Space, Step, TensorRef, TracedBucket, 
 
 @dataclass
 class TensorUse:
-    """How one tensor of a bucket was used.
+    """The use of one tensor of a bucket.
 
     Attributes:
-        parts: regions of it that were read; None stands for the whole tensor.
-        dtypes: of the model's tensors that its data went to.
-        is_applied: its data, or something computed from it, was written to the model.
-        is_broadcast: a copy repeated it to fill a larger destination.
+        parts: regions of the tensor that were read. None stands for the whole tensor.
+        dtypes: of the model's tensors that the data went to.
+        is_applied: the data, or a result computed from the data, was written to the model.
+        is_broadcast: a copy repeated the tensor to fill a larger destination.
     """
 
     parts: set[Region | None] = field(default_factory=set)
@@ -41,14 +41,14 @@ class TensorUse:
 
 @dataclass(frozen=True)
 class BucketUses:
-    """How the tensors of one bucket were used.
+    """The uses of the tensors of one bucket.
 
     Attributes:
-        tensors: by name; without those that were not read.
+        tensors: by name, without tensors that were not read.
         written: the model's bytes that were written, by `StorageEntry.name`.
-        problem: why this may be incomplete, or None.
-        contents: by name, a text that is the same for tensors of the same shape, dtype and bytes;
-            only of tensors that have an embedding's shape.
+        problem: the reason why the uses may be incomplete, or None.
+        contents: by name, a text that is the same for tensors of the same shape, dtype and bytes.
+            Only tensors with an embedding's shape have one.
     """
 
     layout: BucketLayout
@@ -59,7 +59,7 @@ class BucketUses:
 
     @property
     def unused(self) -> list[str]:
-        """Names of tensors, except for empty ones, that were not applied.
+        """The names of tensors, except for empty ones, that were not applied.
 
         A loader that needs two tensors in one call (MLA's `q_a_proj` and `kv_a_proj_with_mqa`)
         silently drops both when a bucket boundary parts them.
@@ -69,7 +69,7 @@ class BucketUses:
 
 
 def uses_of(traced: TracedBucket) -> BucketUses:
-    """The uses of a bucket's tensors in one traced load."""
+    """Return the uses of a bucket's tensors in one traced load."""
     layout, storages = traced.layout, traced.destinations.storages
     uses: defaultdict[int, TensorUse] = defaultdict(TensorUse)  # by position in the layout
     written: defaultdict[int, set[Region]] = defaultdict(set)  # of each destination storage
@@ -91,26 +91,26 @@ def uses_of(traced: TracedBucket) -> BucketUses:
             use.dtypes.update(ref.dtype for ref in targets)
             use.is_broadcast = use.is_broadcast or _is_broadcast(step)
     problems = list(traced.problems)
-    for what, tensor in traced.host_reads:  # Python may write it back as a number
+    for method, tensor in traced.host_reads:  # Python may write the data back as a number
         for use in uses_among(traced.origins.of(tensor)):
             use.is_applied = True
-        if tensor.space is Space.DESTINATION and what in MEMORY_GIVEN_AWAY:
+        if tensor.space is Space.DESTINATION and method in MEMORY_GIVEN_AWAY:
             name = storages[tensor.index].name
-            problems.append(f"{name} may be written through its {what}, unseen")
+            problems.append(f"{name} may be written through its {method}, unseen")
     return BucketUses(
         layout,
         {layout.tensors[number].name: use for number, use in uses.items()},
-        {storages[i].name: merge_runs(map(Region.runs, found)) for i, found in written.items()},
+        {storages[i].name: merge_runs(map(Region.runs, parts)) for i, parts in written.items()},
         next(iter(problems), None),
     )
 
 
 def _part_of(tensor: BucketTensor, read: Region) -> Region | None:
-    """The region read, with its offset counted from the tensor's start; None if it is all of it."""
+    """Return the region read, its offset counted from the tensor's start. None stands for all."""
     is_whole = math.prod(read.shape) * read.itemsize >= tensor.nbytes
     return None if is_whole else replace(read, offset=read.offset - tensor.offset)
 
 
 def _is_broadcast(step: Step) -> bool:
-    """True for a copy that repeats its source."""
+    """Return True for a copy that repeats its source."""
     return step.copied is not None and len({math.prod(x.region.shape) for x in step.copied}) > 1

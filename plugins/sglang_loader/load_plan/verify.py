@@ -1,5 +1,4 @@
-"""Proof that a plan does what the model's own loader does, byte for byte, in every storage that the
-model reaches.
+"""Proof that a plan loads the same bytes as `load_weights` into every storage of the model.
 
     reason = check_bucket(model, bucket_plan, traced.destinations, model.load_weights, buffer)
     if reason is not None:
@@ -7,15 +6,15 @@ model reaches.
 
 The check of one bucket:
 
-1. load it eagerly and take a digest of every reachable storage;
-2. load a scrambled copy of it eagerly: whatever the loader writes, seen or unseen by the tracer,
-   now holds other bytes;
-3. fill what the plan claims to write with a pattern;
-4. replay the plan from the true bucket and compare the digests.
+1. Load the bucket eagerly and take a digest of every reachable storage.
+2. Load a scrambled copy of the bucket eagerly. All bytes that the loader writes, seen or unseen by
+   the tracer, now differ.
+3. Fill the bytes that the plan claims to write with a pattern.
+4. Replay the plan from the true bucket and compare the digests.
 
 A write that the trace did not see (another thread, a kernel outside the dispatcher) leaves
-scrambled bytes behind, a missing or misplaced copy leaves the pattern. Digests are taken on the
-device; no host copy is made.
+scrambled bytes behind. A missing or misplaced copy leaves the pattern. Digests are taken on the
+device. No host copy is made.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from torch import nn
 
 from sglang_loader.common.copies.strided import gather_reads
 from sglang_loader.common.digest import digests_on_host
-from sglang_loader.common.layout import BucketLayout
+from sglang_loader.common.layout import BucketLayout, BucketTensor
 from sglang_loader.common.regions.intervals import subtract
 from sglang_loader.load_plan.arrange import ArrangedBucket
 from sglang_loader.load_plan.destinations import (
@@ -60,7 +59,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 Digests: TypeAlias = dict[StorageEntry, tuple[int, ...]]
-"""128 bits of what each storage holds after an eager load."""
+"""128 bits for the content of each storage after an eager load."""
 
 
 def check_bucket(
@@ -71,15 +70,15 @@ def check_bucket(
     buffer: torch.Tensor,
     known: Digests | None = None,
 ) -> str | None:
-    """Prove one bucket's plan against the eager loader; returns the difference, or None.
+    """Prove one bucket's plan against the eager loader. Return the difference, or None.
 
-    Takes scratch copies on the device: of the bucket, and of what its loading reads of the model.
-    The weights end as the bucket says: after a failed check it is loaded eagerly once more, onto
-    what there was before the scrambled copy.
+    The check takes scratch copies on the device: of the bucket, and of the model's bytes that its
+    loading reads. The weights end as the bucket says.
 
     Args:
-        known: digests after the check before, if nothing was loaded since: expected again of the
-            storages that the plan does not touch. Updated in place; empty after a failed check.
+        known: digests after the last check, if nothing was loaded since. Storages that the plan
+            does not touch must still have these digests. Updated in place, and empty after a failed
+            check.
     """
     source = buffer[: bucket.layout.nbytes]
     load_weights(iter(bucket.layout.views(source.clone())))
@@ -87,20 +86,20 @@ def check_bucket(
     storages, touched = destinations.storages, bucket.touched
     new = [i for i, storage in enumerate(storages) if i in touched or storage not in known]
     known.update(_digests(destinations, new))
-    read: list[tuple[torch.Tensor, torch.Tensor]] = []  # of the model, and what it held
+    saved: list[tuple[torch.Tensor, torch.Tensor]] = []  # a part of the model, and its old content
 
     def differs() -> str | None:
         for storage, ranges in bucket.live_in.items():
-            pieces = [destinations.memory[storage][start:stop] for start, stop in ranges]
-            read.extend((piece, piece.clone()) for piece in pieces)
+            parts = [destinations.memory[storage][start:stop] for start, stop in ranges]
+            saved.extend((part, part.clone()) for part in parts)
         load_weights(iter(bucket.layout.views(scramble(bucket.layout, source))))
         poison(bucket, destinations)
         replay_once(bucket, destinations, load_weights, source)
         moved = first_difference(destinations, collect_destinations(model))
         if moved is not None:
             return f"load_weights rebinds tensors: {moved}"
-        found = _digests(destinations, range(len(storages)))
-        different = [i for i, storage in enumerate(storages) if found[storage] != known[storage]]
+        digests = _digests(destinations, range(len(storages)))
+        different = [i for i, storage in enumerate(storages) if digests[storage] != known[storage]]
         names = [name for i in different for name in destinations.names_of(i)]
         if not names:
             return None
@@ -111,8 +110,10 @@ def check_bucket(
     except Exception as error:
         reason = f"the check of the load plan failed: {error!r}"
     if reason is not None:
-        for piece, before in read:  # a maximum, say, of what comes and what is there
-            piece.copy_(before)
+        # `load_weights` may combine a tensor with the old content: a maximum of both, for example.
+        # So the old content is put back before the last load.
+        for part, content in saved:
+            part.copy_(content)
         load_weights(iter(bucket.layout.views(source.clone())))
         known.clear()
     return reason
@@ -121,14 +122,20 @@ def check_bucket(
 def why_misarranged(
     bucket: BucketPlan, arranged: ArrangedBucket, destinations: Destinations
 ) -> str | None:
-    """Prove that the plan of an arranged bucket copies what the bucket's own, proved plan copies:
-    both copy random bytes to new memory, one storage at a time. Returns the difference, or None.
+    """Prove that the plan of an arranged bucket copies the same bytes as the bucket's own plan.
+
+    The bucket's own plan is proved already. Both plans copy random bytes to new memory, one storage
+    at a time.
+
+    Returns:
+        The difference, or None.
     """
     arrangement, rebased = arranged
     storages = sorted({copy.storage for copy in (*bucket.copies, *rebased.copies)} - {SCRATCH})
     memory = destinations.memory
     device = memory[storages[0]].device if storages else torch.device("cpu")
-    # Not by torch's own generator, of which all TP ranks sample in step. Small: finite numbers.
+    # Not torch's own generator, from which all TP ranks sample in step. Small bytes make finite
+    # numbers.
     generator = torch.Generator(device).manual_seed(0)
     nbytes = bucket.layout.nbytes
     whole = torch.randint(64, (nbytes,), dtype=torch.uint8, device=device, generator=generator)
@@ -142,31 +149,43 @@ def why_misarranged(
     return None
 
 
-def _digests(destinations: Destinations, wanted: Sequence[int]) -> Digests:
-    """Of these storages; one transfer to the host per device."""
-    values = digests_on_host([destinations.memory[i] for i in wanted]).tolist()
-    return {destinations.storages[i]: tuple(found) for i, found in zip(wanted, values, strict=True)}
+def _digests(destinations: Destinations, storages: Sequence[int]) -> Digests:
+    """Return the digests of these storages. There is one transfer to the host per device."""
+    values = digests_on_host([destinations.memory[i] for i in storages]).tolist()
+    return {
+        destinations.storages[i]: tuple(digest) for i, digest in zip(storages, values, strict=True)
+    }
 
 
 def scramble(layout: BucketLayout, buffer: torch.Tensor) -> torch.Tensor:
-    """A copy of a bucket in which every element differs, and with it what a loader may make of a
-    part of it: its upper bits, its magnitude, its exponent.
+    """Copy a bucket so that every element differs from the original.
 
-    Integers are the complement: an index counts from the end. Floats get another sign, fraction and
-    lowest bit of the exponent; those of 8 bits another sign, and the largest becomes the smallest
-    (NaNs and the zeros of fnuz types stay). Finite ones stay finite, so that a loader can compute
-    with them; not so from 32768 on in float16, at 2**127 in wider ones and in scales of 8 bits.
+    A loader may use a part of an element: its upper bits, its magnitude, its exponent. These parts
+    differ, too.
+
+    - Integers become their complement, so that an index counts from the end.
+    - Floats get another sign, fraction and lowest bit of the exponent.
+    - Floats of 8 bits get another sign, and the largest becomes the smallest. NaNs, and the zeros
+      of fnuz types, stay.
+
+    Finite numbers stay finite, so that a loader can compute with them. Exceptions are numbers from
+    32768 on in float16, from 2**127 on in wider types, and scales of 8 bits.
     """
     copy = buffer[: layout.nbytes].clone()
-    for dtype, group in groupby(layout.tensors, key=lambda t: t.dtype.to_real()):
-        members = list(group)  # with the padding between them: one operator for thousands
-        start, stop = members[0].offset, members[-1].offset + members[-1].nbytes
+    for dtype, tensors in groupby(layout.tensors, key=_real_dtype):
+        # Padding between the tensors is scrambled, too: one operator serves thousands of tensors.
+        run = list(tensors)
+        start, stop = run[0].offset, run[-1].offset + run[-1].nbytes
         words = copy[start:stop].view(_INTEGERS[dtype.itemsize])
         if dtype in _MIRRORS:
             words.neg_().add_(_MIRRORS[dtype])
         else:
             words.bitwise_xor_(~_KEPT_BITS.get(dtype, 0))
     return copy
+
+
+def _real_dtype(tensor: BucketTensor) -> torch.dtype:
+    return tensor.dtype.to_real()
 
 
 def poison(bucket: BucketPlan, destinations: Destinations) -> None:
