@@ -25,9 +25,13 @@ ROOT = Path(__file__).parents[1]
 
 CLEAN = [
     "plugins/hydra_plugins",
+    "plugins/sglang_loader/__init__.py",
     "plugins/sglang_loader/hooks",
+    "plugins/sglang_loader/host_backup",
     "plugins/sglang_loader/load_plan",
+    "plugins/sglang_loader/probe.py",
     "plugins/sglang_loader/session",
+    "plugins/sglang_loader/sglang_plugin.py",
 ]
 """The folders and files that `make lint` checks."""
 

@@ -1,1 +1,1 @@
-"""SGLang side of verl-sglang-sync: loads weight buckets inside the engine's processes."""
+"""SGLang side of verl-sglang-sync: it loads weight buckets inside the engine's processes."""

@@ -1,4 +1,4 @@
-"""Probe: loads SGLang's plugins as every SGLang process does and tells what our hooks became."""
+"""Probe of our hooks: it loads SGLang's plugins as every SGLang process does."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import traceback
 import msgspec
 
 HOOKS = "sglang_loader.hooks."
-"""Prefix of the modules that have our hooks."""
+"""Prefix of the names of the modules that have our hooks."""
 
 
 class SGLangFacts(msgspec.Struct, frozen=True, kw_only=True):
     """State of a process that has loaded SGLang's plugins.
 
     Attributes:
-        policy: value of `SGLANG_PLUGINS`; empty: SGLang loads all plugins.
+        policy: value of `SGLANG_PLUGINS`. If empty, SGLang loads all plugins.
         load_errors: errors that SGLang logged about our plugin or hooks, with tracebacks.
-        hooks: by hooked method, whether the hook is in place.
+        hooks: by hooked method, True if the hook is in place.
     """
 
     policy: str
@@ -27,7 +27,7 @@ class SGLangFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Errors(logging.Handler):
-    """Keeps the errors that SGLang's plugin loader logs and does not raise."""
+    """A log handler that keeps the errors that SGLang's plugin loader logs and does not raise."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -39,7 +39,7 @@ class _Errors(logging.Handler):
 
 
 def collect() -> SGLangFacts:
-    """Load the plugins in this process and look at SGLang's hook registry."""
+    """Load the plugins in this process and inspect SGLang's hook registry."""
     errors = _Errors()
     logging.getLogger("sglang.srt.plugins").addHandler(errors)
     from sglang.srt.plugins import load_plugins

@@ -1,8 +1,8 @@
-"""Entry point `sglang.srt.plugins`: hooks SGLang's launch, weight updates, memory stages and
-intake of requests, in every SGLang process.
+"""Entry point `sglang.srt.plugins`: our hooks, registered in every SGLang process.
 
-The hooks do nothing unless the server was launched with our loaders (they stand in
-`ServerArgs.custom_weight_loader`), as our replica does where a `+weight_sync` preset was chosen.
+The hooks are on SGLang's launch, weight updates, memory stages and intake of requests. They do
+nothing unless the server was launched with our loaders in `ServerArgs.custom_weight_loader`. Our
+replica launches such a server if a `+weight_sync` preset was chosen.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _TOKENIZER = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 
 
 def activate() -> None:
-    """Register the hooks; SGLang applies them once all plugins are loaded.
+    """Register the hooks. SGLang applies them once all plugins are loaded.
 
     Raises:
-        Exception: whatever went wrong, after logging it.
+        Exception: any error, after logging it.
     """
     try:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -51,5 +51,5 @@ def activate() -> None:
         ):
             HookRegistry.register(target, hook, HookType.AROUND)
     except Exception:
-        logger.exception("verl-sglang-sync could not register its SGLang hooks; weight sync is off")
+        logger.exception("verl-sglang-sync could not register its SGLang hooks. Weight sync is off")
         raise

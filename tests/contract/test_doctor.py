@@ -51,7 +51,7 @@ def test_verl_and_sglang_go_on_but_the_errors_are_seen(processes):
         "ERROR",
         "verl-sglang-sync failed to load; +weight_sync=... would have no effect",
         "ImportError: verl_sglang_sync.preflight is broken on purpose",
-        "verl-sglang-sync could not register its SGLang hooks; weight sync is off",
+        "verl-sglang-sync could not register its SGLang hooks. Weight sync is off",
         "ImportError: sglang_loader.hooks.weights is broken on purpose",
     ):
         assert text in result.stderr

@@ -1,8 +1,8 @@
-"""Finds the memory under a memory saver's tag, which is lost by a release.
+"""Search for the memory under a memory saver's tag. A release loses this memory.
 
-torch_memory_saver 0.0.10 serves a region from one `torch.cuda.MemPool` per tag and backup setting
-and unmaps whole segments of it, so the pool's own snapshot has every tensor under the tag, whether
-or not a module reaches it.
+torch_memory_saver 0.0.10 serves a region from one `torch.cuda.MemPool` per tag and backup setting,
+and unmaps whole segments of the pool. So the pool's own snapshot has every tensor under the tag,
+whether or not a module reaches the tensor.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ WEIGHTS_TAG = "weights"
 
 @dataclass(frozen=True, slots=True)
 class Allocations:
-    """Memory in use on one device: `ranges` are sorted, disjoint address ranges."""
+    """Memory in use on one device. `ranges` are sorted, disjoint address ranges."""
 
     device: torch.device
     ranges: tuple[Interval, ...]
 
 
 def bytes_at(device: torch.device, start: int, stop: int) -> torch.Tensor:
-    """The memory [start, stop) of `device` as a flat uint8 tensor that does not own it."""
+    """View the memory [start, stop) of `device` as a flat uint8 tensor, without owning it."""
     with torch.inference_mode(False), torch.no_grad():
         raw = torch._C._construct_storage_from_data_pointer(start, device, stop - start)
         view = torch.empty(0, dtype=torch.uint8, device=device)
@@ -36,10 +36,10 @@ def bytes_at(device: torch.device, start: int, stop: int) -> torch.Tensor:
 
 
 def under_weights_tag(model: nn.Module) -> Allocations:
-    """Everything that the memory saver holds under the weights' tag.
+    """Find all memory that the memory saver holds under the weights' tag.
 
     Raises:
-        RuntimeError: no parameter was found in such memory: the memory saver works differently.
+        RuntimeError: no parameter was found in such memory, so the memory saver works differently.
     """
     device = next(model.parameters()).device
     segments = [s for s in _segments(WEIGHTS_TAG) if s["device"] == device.index]
@@ -48,31 +48,32 @@ def under_weights_tag(model: nn.Module) -> Allocations:
     if not any(a <= p.data_ptr() < b for p in model.parameters() for a, b in spans):
         raise RuntimeError(
             "the memory under the tag 'weights' was not found in the memory saver's pools, so it "
-            "cannot be saved before a release; launch with weight_sync.host_backup=on"
+            "cannot be saved before a release. Launch with weight_sync.host_backup=on"
         )
     return Allocations(device, ranges)
 
 
 def blocks_in_use(segments: Sequence[Mapping[str, Any]]) -> Iterator[Interval]:
-    """Address ranges of the tensors in an allocator snapshot's segments; free blocks are left out.
-
-    A block's end beyond the requested size is padding that no tensor reaches.
-    """
+    """Yield the address ranges of the tensors in an allocator snapshot's segments."""
     for segment in segments:
         for block in segment["blocks"]:
             if block["state"] != "inactive":
+                # Beyond the requested size a block has padding that no tensor reaches.
                 yield block["address"], block["address"] + block["requested_size"]
 
 
 def nbytes_under(tag: str, device_index: int, *, on_host: bool = False) -> int:
-    """Device memory under `tag`, in bytes; 0 where no memory saver runs. `on_host`: only that which
-    torch_memory_saver itself copies to the host in a release.
+    """Return the device memory under `tag`, in bytes, or 0 if no memory saver runs.
+
+    Args:
+        on_host: if True, count only memory that torch_memory_saver itself copies to the host in a
+            release.
     """
     return _nbytes_on(_segments(tag, on_host=on_host), device_index)
 
 
 def nbytes_in_pool(pool_id: tuple[int, int], device_index: int) -> int:
-    """Device memory of one of torch's memory pools, such as that of CUDA graphs."""
+    """Return the device memory of one of torch's memory pools, such as the pool of CUDA graphs."""
     return _nbytes_on(torch.cuda.memory_snapshot(pool_id, include_traces=False), device_index)
 
 
@@ -81,7 +82,7 @@ def _nbytes_on(segments: Iterable[Mapping[str, Any]], device_index: int) -> int:
 
 
 def why_not_enumerable() -> str | None:
-    """Why the memory under a tag cannot be enumerated in this process, or None."""
+    """Return the reason why the memory under a tag cannot be enumerated here, or None."""
     try:
         from torch_memory_saver import torch_memory_saver
     except ImportError as error:
@@ -94,11 +95,13 @@ def why_not_enumerable() -> str | None:
 
 
 def _segments(tag: str, *, on_host: bool = False) -> Iterator[Mapping[str, Any]]:
-    """Segments of the memory saver's pools for `tag`; `on_host`: only of those with a host backup.
+    """Yield the segments of the memory saver's pools for `tag`.
 
-    There is no public way to list them; the key of a pool starts with its tag and whether there is
-    a host backup (0.0.10, pinned by a contract test).
+    Args:
+        on_host: if True, only the segments with a host backup.
     """
+    # There is no public way to list the pools. The key of a pool starts with its tag, and with True
+    # if there is a host backup (0.0.10, pinned by a contract test).
     from torch_memory_saver import torch_memory_saver
 
     implementation = torch_memory_saver._impl

@@ -1,11 +1,11 @@
-"""Keeps weights on the host while their memory is released, without those that syncs rewrite.
+"""Host copies of weights whose memory is released, except for weights that syncs rewrite.
 
-What a `WeightsBackup` promises: a byte is either back bit for bit after `restore`, or it counts as
-undefined until a sync that is proven to write it has completed. The bytes that are not saved are
-those of a published coverage (policy "auto").
+A `WeightsBackup` promises this: after `restore` a byte is either back bit for bit, or counts as
+undefined until a sync that is proven to write the byte has completed. With policy "auto" the bytes
+of a published coverage are not saved.
 
 All ranges are address ranges. A published coverage keeps its storages alive, so that no address in
-it can be given to another tensor.
+the coverage can be given to another tensor.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from sglang_loader.load_plan.plan import LoadPlan
 logger = logging.getLogger(__name__)
 
 BRIDGED_BYTES = 4096
-"""Ranges of one allocation that are no further apart than this are saved as one."""
+"""The largest gap between two ranges of one allocation that are saved as one."""
 
 
 class WeightsBackup:
-    """State of one model's weights across releases.
+    """The state of one model's weights across releases.
 
     Args:
-        policy: "auto" saves all but the published coverage; "on" leaves saving to SGLang and only
-            keeps track of syncs.
-        allocations: returns the memory that a release frees; called at each release.
+        policy: "auto" saves all but the published coverage. "on" leaves saving to SGLang and only
+            records syncs.
+        allocations: returns the memory that a release frees. Called at each release.
 
     Attributes:
         sync: the sync in progress, and whether the last one was complete.
@@ -49,14 +49,14 @@ class WeightsBackup:
         self._plan: LoadPlan | None = None
         self._covered: list[Interval] = []
         self._saved: SavedBytes | None = None
-        self._lost: list[Interval] | None = None  # by the release under way
+        self._lost: list[Interval] | None = None  # by the release in progress
         self._undefined: list[Interval] = []
         self._written: list[Interval] = []  # by the sync in progress, besides the coverage
         self.sync = Completeness()
 
     @property
     def stale(self) -> str | None:
-        """Why the engine must not compute with its weights, or None."""
+        """The reason why the engine must not compute with its weights, or None."""
         half_written = "the last sync was not complete" if self.sync.is_half_written else None
         return _undefined_text(self._undefined) or half_written
 
@@ -67,14 +67,11 @@ class WeightsBackup:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes held on the host now."""
+        """The number of bytes that are held on the host."""
         return self._saved.nbytes if self._saved is not None else 0
 
     def save(self, model: nn.Module) -> None:
         """Save the bytes that the next release would lose for good.
-
-        While the weights are stale, the bytes that were saved before are kept instead: the weights
-        may have been overwritten by a sync that failed.
 
         Raises:
             RuntimeError: the host has too little memory, or the memory cannot be enumerated.
@@ -82,41 +79,43 @@ class WeightsBackup:
         if self.policy == "on":
             return
         started = time.perf_counter()
-        now = self._allocations(model)
-        freed = subtract(self._undefined, now.ranges)
+        current = self._allocations(model)
+        freed = subtract(self._undefined, current.ranges)
         self._undefined = subtract(self._undefined, freed)
-        wanted = self._worth_saving(now.ranges)
+        ranges = self._worth_saving(current.ranges)
+        # While the weights are stale, the bytes that were saved earlier are kept: a failed sync may
+        # have overwritten the weights.
         kept = self._saved
-        if kept is None or not all(contains(kept.ranges, piece) for piece in wanted):
-            self._saved = kept = None  # before the next one is made
-            synchronize_device(now.device)
-            self._saved = kept = SavedBytes(now.device, wanted)
-        self._lost = subtract(now.ranges, kept.ranges)
+        if kept is None or not all(contains(kept.ranges, interval) for interval in ranges):
+            self._saved = kept = None  # frees the host memory first
+            synchronize_device(current.device)
+            self._saved = kept = SavedBytes(current.device, ranges)
+        self._lost = subtract(current.ranges, kept.ranges)
         logger.info(
             "weights backup: saved %.1f MB in %.3f s (syncs do not rewrite %.1f MB of %.1f MB)",
             kept.nbytes / 1e6,
             time.perf_counter() - started,
-            num_bytes(subtract(now.ranges, self._covered)) / 1e6,
-            num_bytes(now.ranges) / 1e6,
+            num_bytes(subtract(current.ranges, self._covered)) / 1e6,
+            num_bytes(current.ranges) / 1e6,
         )
 
     def release_refused(self) -> None:
-        """To be called if the release for which `save` was called does not happen."""
+        """Record that the release for which `save` was called does not happen."""
         self._lost = None
         self._free_if_defined()
 
     def restore(self) -> None:
-        """Write back the saved bytes; the others are undefined from now on."""
+        """Write back the saved bytes. All other bytes are undefined from here on."""
         if self._saved is None:
             return
         started = time.perf_counter()
         undefined = merge([*self._undefined, *(self._lost or ())])
         self._undefined = merge([*undefined, *self._saved.ranges])
         self._lost = None
-        self._saved.restore()  # where this raises, nothing is defined
+        self._saved.restore()  # if this raises, no byte is defined
         self._undefined = undefined
         logger.info(
-            "weights backup: restored %.1f MB in %.3f s; undefined until the next sync: %.1f MB",
+            "weights backup: restored %.1f MB in %.3f s, undefined until the next sync: %.1f MB",
             self._saved.nbytes / 1e6,
             time.perf_counter() - started,
             num_bytes(self._undefined) / 1e6,
@@ -124,10 +123,10 @@ class WeightsBackup:
         self._free_if_defined()
 
     def publish(self, plan: LoadPlan) -> None:
-        """From the next release on, save only bytes outside of the plan's coverage.
+        """Save only bytes outside of the plan's coverage, from the next release on.
 
-        To be called on every TP rank when a sync has written all of the coverage, and each later
-        one is proven to, as long as the plan's guard holds.
+        Call this on every TP rank when a sync has written all of the coverage. Each later sync must
+        be proven to write the coverage, as long as the plan's guard holds.
         """
         if self._plan is plan:
             return
@@ -137,38 +136,38 @@ class WeightsBackup:
         self._free_if_defined()
 
     def define(self, plan: LoadPlan) -> None:
-        """Count the coverage of a plan as defined once this sync has succeeded; publish nothing.
+        """Count the coverage of a plan as defined once this sync has succeeded. Publish nothing.
 
-        To be called on every TP rank if a sync has written all of the coverage by `load_weights`,
-        because the replay of this plan failed.
+        Call this on every TP rank if the replay of this plan failed, and `load_weights` has written
+        all of the coverage in this sync.
         """
         self._written = _addresses(plan)
 
     def withdraw(self, reason: str) -> None:
-        """Save everything again, as the plan does not hold any more; undefined bytes stay
-        undefined. `reason` goes to the log.
+        """Save everything again, because the plan does not hold any more.
+
+        Undefined bytes stay undefined. `reason` goes to the log.
         """
         if self._plan is not None:
-            logger.warning("weights backup: all weights are saved, as no plan holds: %s", reason)
+            text = "weights backup: all weights are saved in each release, which costs time: %s"
+            logger.warning(text, reason)
         self._plan, self._covered = None, []
 
     def sync_in_part(self, reason: str) -> None:
-        """To be called if a sync has written only a part of the coverage: undefined bytes stay
-        undefined.
+        """Record that a sync has written only a part of the coverage.
+
+        Undefined bytes stay undefined.
         """
         self.withdraw(reason)
 
     def sync_failed(self) -> None:
-        """To be called if a sync has failed: weights are half written, the plan is withdrawn."""
+        """Record that a sync has failed: weights are half written. Withdraw the plan."""
         self.sync.fail()
         self._written = []
         self.withdraw("a weight update failed")
 
     def sync_completed(self) -> None:
-        """To be called if a sync has succeeded: the bytes of the coverage are defined.
-
-        Without a published plan these are no bytes.
-        """
+        """Record that a sync has succeeded: the bytes of a published coverage are defined."""
         self.sync.complete()
         self._undefined = subtract(self._undefined, [*self._covered, *self._written])
         self._written = []
@@ -184,7 +183,7 @@ class WeightsBackup:
 
 
 def _addresses(plan: LoadPlan) -> list[Interval]:
-    """The address ranges of a plan's coverage."""
+    """Return the address ranges of a plan's coverage."""
     bases = {entry.name: entry.data_ptr for entry in plan.destinations.storages}
     return merge(
         (bases[name] + start, bases[name] + stop)
@@ -199,16 +198,16 @@ def _undefined_text(ranges: list[Interval]) -> str | None:
     return f"{num_bytes(ranges)} bytes of the weights are undefined since the last resume"
 
 
-def bridged(pieces: list[Interval], allocated: tuple[Interval, ...]) -> list[Interval]:
+def bridged(ranges: list[Interval], allocated: tuple[Interval, ...]) -> list[Interval]:
     """Join neighbours of one allocation across gaps of up to `BRIDGED_BYTES`."""
     joined: list[Interval] = []
-    for piece in pieces:
+    for start, stop in ranges:
         if joined:
-            both = joined[-1][0], piece[1]
-            if piece[0] - joined[-1][1] <= BRIDGED_BYTES and contains(allocated, both):
-                joined[-1] = both
+            bridge = joined[-1][0], stop
+            if start - joined[-1][1] <= BRIDGED_BYTES and contains(allocated, bridge):
+                joined[-1] = bridge
                 continue
-        joined.append(piece)
+        joined.append((start, stop))
     return joined
 
 
@@ -218,11 +217,11 @@ _backups: WeakKeyDictionary[nn.Module, WeightsBackup] = WeakKeyDictionary()
 def create_backup(
     model: nn.Module, policy: HostBackup, allocations: Callable[[nn.Module], Allocations]
 ) -> WeightsBackup:
-    """Make this model's backup, which `backup_of` then returns."""
+    """Make this model's backup. `backup_of` returns the backup from here on."""
     _backups[model] = WeightsBackup(policy, allocations)
     return _backups[model]
 
 
 def backup_of(model: nn.Module) -> WeightsBackup | None:
-    """This model's backup; None where the server was not launched with our loaders."""
+    """Return this model's backup, or None if the server was not launched with our loaders."""
     return _backups.get(model)

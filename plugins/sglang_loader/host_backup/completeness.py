@@ -1,11 +1,11 @@
-"""Whether a model's weights are those of one complete sync.
+"""A record of whether a model's weights are those of one complete sync.
 
 A failed sync leaves new bytes beside old ones. Only a sync that brings every tensor that any sync
 has brought to this engine makes the weights complete again.
 
     state.begin_bucket(layout)   # before each bucket is loaded
     state.fail()                 # the sync has failed, or broke off
-    state.missing()              # at its end: the tensors that it lacks
+    state.missing()              # at the end of a sync: the tensors that the sync lacks
     state.complete()
 """
 
@@ -17,7 +17,7 @@ from sglang_loader.common.layout import BucketLayout
 
 
 class Completeness:
-    """State of one model's weights; see the module.
+    """The state of one model's weights. See the module.
 
     Attributes:
         is_broken: a sync has failed since the last complete one.
@@ -41,7 +41,7 @@ class Completeness:
         return tuple(self._layouts)
 
     def begin_bucket(self, layout: BucketLayout) -> None:
-        """To be called before a bucket is loaded."""
+        """Record a bucket. Call this before the bucket is loaded."""
         self._layouts.append(layout)
 
     def fail(self) -> None:
@@ -51,7 +51,10 @@ class Completeness:
         self._layouts = []
 
     def missing(self) -> list[str]:
-        """After a failed sync: tensors that earlier syncs have brought, and this one has not."""
+        """Return the tensors that earlier syncs have brought and this sync has not.
+
+        Without a failed sync the list is empty.
+        """
         return sorted(self._required - _names(self._layouts)) if self.is_broken else []
 
     def complete(self) -> None:

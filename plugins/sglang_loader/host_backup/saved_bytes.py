@@ -1,7 +1,8 @@
 """A host copy of address ranges of one device.
 
-Small copies live in pinned memory. Large ones go through small pinned buffers, several at once,
-into pageable memory: pinning the whole copy would take longer than copying it, and would stay.
+Small copies live in pinned memory. Large copies go through small pinned buffers, several at once,
+into pageable memory. Pinning a whole large copy would take longer than the copy itself, and the
+memory would stay pinned.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ NUM_WORKERS = 4
 
 
 class SavedBytes:
-    """A copy of the bytes in sorted, disjoint address ranges. The device's pending work must be
-    finished before it is made.
+    """A copy of the bytes in sorted, disjoint address ranges.
+
+    The device's pending work must be finished before the copy is made.
 
     Raises:
         RuntimeError: the host has too little memory.
@@ -38,33 +40,33 @@ class SavedBytes:
         self._copy(to_host=True)
 
     def restore(self) -> None:
-        """Write the bytes back to their addresses, and wait until that is done."""
+        """Write the bytes back to their addresses, and wait for the copies."""
         self._copy(to_host=False)
 
     def _copy(self, *, to_host: bool) -> None:
-        pieces = list(self._pieces())
+        chunks = list(self._chunks())
         if self.device.type == "cpu" or self._host.is_pinned():
-            for host, memory in pieces:
+            for host, memory in chunks:
                 target, source = (host, memory) if to_host else (memory, host)
                 target.copy_(source, non_blocking=True)
             synchronize_device(self.device)
             return
         with ThreadPoolExecutor(NUM_WORKERS) as pool:
             shares = [
-                pool.submit(self._copy_share, pieces[i::NUM_WORKERS], to_host)
+                pool.submit(self._copy_share, chunks[i::NUM_WORKERS], to_host)
                 for i in range(NUM_WORKERS)
             ]
             for share in shares:
                 share.result()
 
     def _copy_share(
-        self, pieces: Sequence[tuple[torch.Tensor, torch.Tensor]], to_host: bool
+        self, chunks: Sequence[tuple[torch.Tensor, torch.Tensor]], to_host: bool
     ) -> None:
-        """One worker's pieces, through a pinned buffer and on a stream of its own."""
+        """Copy one worker's chunks, through a pinned buffer and on a stream of its own."""
         stream = torch.cuda.Stream(self.device)
         bounce = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
-            for host, memory in pieces:
+            for host, memory in chunks:
                 target, source = (host, memory) if to_host else (memory, host)
                 part = bounce[: len(source)]
                 part.copy_(source, non_blocking=True)
@@ -72,8 +74,8 @@ class SavedBytes:
                 target.copy_(part, non_blocking=True)
                 stream.synchronize()
 
-    def _pieces(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Corresponding chunks (host copy, device memory) of at most `CHUNK_BYTES`."""
+    def _chunks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield corresponding chunks (host copy, device memory) of at most `CHUNK_BYTES`."""
         rest = self._host
         for start, stop in self.ranges:
             for at in range(start, stop, CHUNK_BYTES):
