@@ -126,7 +126,7 @@ def test_what_a_cleaner_removes_is_made_again(parent, caplog, clean):
             remove_orphans()
             assert folder.path.is_dir(), "it has a lock, that of a living process"
         assert (folder.path / "shared-memory").read_text() == "/one\n"
-    assert caplog.text.count("leave ") == 2
+    assert caplog.text.count(": exclude ") == 2
     path = folder.path
     del folder
     assert not path.exists()

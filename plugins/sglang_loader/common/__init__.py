@@ -1,3 +1,4 @@
-"""Code of both sides, trainer and engine. Imports no verl, and of SGLang only how it forms a
-process group.
+"""Code of both sides, trainer and engine. Imports no verl.
+
+From SGLang only the function that forms a process group is imported.
 """

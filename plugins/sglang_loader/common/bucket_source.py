@@ -1,16 +1,16 @@
-"""Where the bytes of a bucket are: in one flat buffer, or in pieces of the trainer's own memory.
+"""The places of a bucket's bytes: in one flat buffer, or in pieces of the trainer's own memory.
 
 A layout gives every tensor an offset, as if the bucket were one buffer. If the trainer's tensors
 are read in place, a `BucketMap` maps the bytes of that buffer to bytes of memories in numbered
-slots, and a `BucketSource` has these memories:
+slots. A `BucketSource` has these memories:
 
     bucket_map = BucketMap([BucketPiece(0, 0, 0, 4096), BucketPiece(1, 0, 4096, 512)])
     source = BucketSource(bucket_map, {0: mapped, 1: other})
     for copy, slot in bucket_map.copies(bucket_copy): ...
 
-Parameters that were offloaded come back in other memory with the same layout: another source, the
-same map. A piece may end within a tensor, where a shard ends; or a tensor's bytes are spread over
-shards, like those of a row-parallel weight.
+Parameters that were offloaded come back in other memory with the same layout. They need another
+source and the same map. A piece may end within a tensor, where a shard ends. The bytes of one
+tensor may also be spread over shards, like the bytes of a row-parallel weight.
 """
 
 from __future__ import annotations
@@ -35,15 +35,18 @@ CopyFrom: TypeAlias = tuple[StridedCopy, int]
 
 
 class BucketMap:
-    """Pieces of one bucket, by ascending `start`. Compared by identity: it is the key of what is
-    computed from it, for as long as it lives.
+    """The pieces of one bucket, by ascending `start`.
+
+    Maps are compared by identity. A map is the key of results that are computed from the map, for
+    as long as the map lives.
 
     Attributes:
         nbytes: end of the last piece.
-        needs: by slot, how long a memory must be for the pieces to lie in it.
+        needs: by slot, the size that a memory must have for the pieces to lie in it.
 
     Raises:
-        ValueError: pieces overlap, or are out of order, or one does not fit its length or shards.
+        ValueError: pieces overlap or are out of order, or a piece does not fit its length or
+            shards.
     """
 
     def __init__(self, pieces: Sequence[BucketPiece]) -> None:
@@ -52,7 +55,7 @@ class BucketMap:
         for piece in pieces:
             if piece.start < self.nbytes:
                 raise ValueError(
-                    f"a piece starts at byte {piece.start}, the one before it ends at {self.nbytes}"
+                    f"a piece starts at byte {piece.start}, its predecessor ends at {self.nbytes}"
                 )
             self.nbytes = piece.start + piece.nbytes
             places = piece.bytes
@@ -66,7 +69,7 @@ class BucketMap:
         self._starts = [piece.start for piece in pieces]
 
     def copies(self, copy: StridedCopy) -> Iterator[CopyFrom]:
-        """Copies from the memories for a copy from the bucket.
+        """Yield copies from the memories for a copy from the bucket.
 
         Raises:
             ValueError: some of its bytes are in no piece, or a shard ends within one of its units.
@@ -80,8 +83,8 @@ class BucketMap:
 
 
 def _from_piece(piece: BucketPiece, copy: StridedCopy) -> Iterator[CopyFrom]:
-    """Copies from the memories for a copy whose `src` is an offset in the piece."""
-    if not piece.dims and not piece.shards:  # most are: faster than `shard_copies`
+    """Yield copies from the memories for a copy whose `src` is an offset in the piece."""
+    if not piece.dims and not piece.shards:  # the usual case, and faster than `shard_copies`
         yield replace(copy, src=piece.offset + copy.src), piece.slot
         return
     shards = piece.shards or ((piece.slot, 0, sys.maxsize),)
@@ -94,13 +97,13 @@ def _from_piece(piece: BucketPiece, copy: StridedCopy) -> Iterator[CopyFrom]:
 
 
 class BucketSource:
-    """The memories in which one bucket lies; copies that are bound to them hold this object.
+    """The memories in which one bucket lies. Copies that are bound to them hold this object.
 
     Args:
         memories: by the slots of the map's pieces, each flat contiguous uint8.
 
     Raises:
-        ValueError: a memory is anything else.
+        ValueError: a memory is not flat contiguous uint8.
     """
 
     def __init__(self, bucket_map: BucketMap, memories: Mapping[int, torch.Tensor]) -> None:
@@ -111,16 +114,16 @@ class BucketSource:
 
     @classmethod
     def flat(cls, buffer: torch.Tensor) -> BucketSource:
-        """The source of a bucket in one buffer, flat contiguous uint8."""
+        """Make the source of a bucket in one buffer, flat contiguous uint8."""
         return cls(BucketMap([BucketPiece(0, 0, 0, buffer.numel())]), {0: buffer})
 
     @property
     def device(self) -> torch.device:
-        """The device of its first memory; the CPU if there is none."""
-        return next((each.device for each in self.memories.values()), torch.device("cpu"))
+        """The device of the first memory, or the CPU if there is none."""
+        return next((memory.device for memory in self.memories.values()), torch.device("cpu"))
 
     def packed(self, layout: BucketLayout) -> torch.Tensor:
-        """The bucket as one buffer: the source's own memory if that is one, else a copy.
+        """Return the bucket as one buffer. Without a copy if the source has the bucket in one.
 
         Raises:
             ValueError: the source does not hold every byte of every tensor of the layout.

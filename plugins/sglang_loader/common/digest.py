@@ -2,11 +2,11 @@
 
     digests(storages)        # int64 [n, 2]; on a GPU one launch reads each word of all once
 
-A storage is taken as its 64-bit words and a last word: the up to 7 remaining bytes, with their
-number in the top byte. Each of two lanes mixes every word with its position, so that any bit of
-either changes about half of the result, and adds the results modulo 2**64. Sums do not depend on
-the order, so the Triton kernel and torch's operators give the same digest. In each lane the mixing
-is one-to-one: it never misses the change of a single word.
+A storage counts as its 64-bit words and one more word. This last word holds the remaining bytes, up
+to 7, and their number in the top byte. Each of two lanes mixes every word with the word's position,
+and adds the results modulo 2**64. Any changed bit of a word or a position changes about half of the
+result. Sums do not depend on the order, so the Triton kernel and torch's operators give the same
+digest. In each lane the mixing is one-to-one: the change of a single word always shows.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from sglang_loader.common.copies.kernel import tile_table
 from sglang_loader.common.copies.triton_kernels import kernel_works, tl, triton
 
 PART_WORDS = 64 << 10
-"""Words of one program of the kernel. With more, few storages would use few multiprocessors."""
+"""Words of one program of the kernel. With more words, few storages would use few multiprocessors.
+"""
 BLOCK_WORDS = 1024
 NUM_WARPS = 4
 CHUNK_WORDS = 1 << 20
-"""Words of one run of torch's operators, whose temporaries are a few times as large."""
+"""Words of one run of torch's operators. The temporaries are a few times as large."""
 # Odd and below 2**63: the multipliers of xorshift64*, of Evensen's moremur, of MurmurHash3 and PCG.
 _FACTORS = {
     "PLACE": 0x2545F4914F6CDD1D,
@@ -36,13 +37,15 @@ _FACTORS = {
 
 
 def tensor_digest(tensor: torch.Tensor) -> torch.Tensor:
-    """The digest of one tensor's elements: int64 of shape `[2]` on its device; asynchronous."""
+    """Return the digest of one tensor's elements: int64 of shape `[2]`. Asynchronous."""
     return digests([tensor.detach().contiguous().reshape(-1).view(torch.uint8)])[0]
 
 
 def digests(storages: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The digests of flat contiguous uint8 tensors, at least one, on one device: int64 `[n, 2]` on
-    that device; asynchronous.
+    """Return the digests of storages on one device: int64 `[n, 2]` on that device. Asynchronous.
+
+    Args:
+        storages: flat contiguous uint8 tensors, at least one.
     """
     aligned = [
         data.clone() if data.data_ptr() % 8 or data.storage_offset() % 8 else data
@@ -54,21 +57,21 @@ def digests(storages: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def digests_on_host(storages: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`digests` of tensors on any devices, or of none: int64 `[n, 2]` on the host."""
-    found = torch.empty(len(storages), 2, dtype=torch.int64)
+    """Return `digests` of tensors on any devices, or of no tensors: int64 `[n, 2]` on the host."""
+    rows = torch.empty(len(storages), 2, dtype=torch.int64)
     for device in dict.fromkeys(data.device for data in storages):
-        here = [i for i, data in enumerate(storages) if data.device == device]
-        found[here] = digests([storages[i] for i in here]).cpu()
-    return found
+        members = [i for i, data in enumerate(storages) if data.device == device]
+        rows[members] = digests([storages[i] for i in members]).cpu()
+    return rows
 
 
 def _by_torch(data: torch.Tensor) -> torch.Tensor:
-    """The digest of one storage, a chunk at a time."""
+    """Compute the digest of one storage, a chunk at a time."""
     num_words, rest = divmod(data.numel(), 8)
     total = torch.zeros(2, dtype=torch.int64, device=data.device)
     for start in range(0, num_words + 1, CHUNK_WORDS):
         chunk = data[8 * start : 8 * (start + CHUNK_WORDS)]
-        if start + CHUNK_WORDS > num_words:  # with the end
+        if start + CHUNK_WORDS > num_words:  # the last chunk, with the last word
             last = torch.zeros(8 * (num_words + 1 - start), dtype=torch.uint8, device=data.device)
             last[: len(chunk)] = chunk
             last[-1] = rest
@@ -78,7 +81,7 @@ def _by_torch(data: torch.Tensor) -> torch.Tensor:
 
 
 def _lane_sums(words: torch.Tensor, start: int) -> torch.Tensor:
-    """The sums that int64 words from position `start` on add to the two lanes."""
+    """Return the sums that int64 words from position `start` on add to the two lanes."""
     factor, *factors = _FACTORS.values()
     keys = torch.arange(start, start + len(words), device=words.device).mul_(factor)
     lanes = torch.stack([words ^ keys, words + keys])
@@ -92,7 +95,7 @@ def _lane_sums(words: torch.Tensor, start: int) -> torch.Tensor:
 
 
 def _by_kernel(storages: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The digests of all storages, which are aligned to 8 bytes, in one launch."""
+    """Compute the digests of storages that are aligned to 8 bytes, in one launch."""
     device = storages[0].device
     places = [(data.data_ptr(), data.numel()) for data in storages]
     parts = tile_table([nbytes // 8 // PART_WORDS + 1 for _, nbytes in places])
@@ -113,7 +116,7 @@ def _by_kernel(storages: Sequence[torch.Tensor]) -> torch.Tensor:
 
 @cache
 def _is_available(device: torch.device) -> bool:
-    """True if the kernel and torch give the same digest on `device`; tried once."""
+    """Return True if the kernel and torch give the same digest on `device`. Tried once."""
 
     def agrees_with_torch() -> bool:
         data = torch.arange(8 * PART_WORDS + 13, device=device).to(torch.uint8)

@@ -1,6 +1,6 @@
-"""Settings that the replica hands to SGLang's processes, in environment variables.
+"""Settings that the replica passes to SGLang's processes, in environment variables.
 
-They are read only here, and validated where a recipe sets them.
+The variables are read only here, and validated where a recipe sets them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ HOST_BACKUP_VARIABLE = "VERL_SGLANG_SYNC_HOST_BACKUP"
 
 
 def requested_host_backup() -> HostBackup:
-    """The setting of this process; the default is "on", which is SGLang's own backup."""
+    """Return the setting of this process. The default "on" is SGLang's own backup."""
     return os.environ.get(HOST_BACKUP_VARIABLE, "on")  # type: ignore[return-value]
 
 
@@ -28,10 +28,10 @@ def requested_stale_requests_timeout_s() -> float:
 
 CUDA_GRAPH_TAG = "cuda_graph"
 GRAPHS_VARIABLE = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
-"""If true, SGLang captures the graphs of decoding under the tag "cuda_graph"; else under no tag, so
-that releasing that tag frees nothing."""
+"""SGLang's variable. If true, SGLang captures the graphs of decoding under the tag "cuda_graph".
+Otherwise the graphs have no tag, and a release of "cuda_graph" frees nothing."""
 
 
 def graphs_are_released_by_tag() -> bool:
-    """True if this process captures its CUDA graphs under their tag."""
+    """Return True if this process captures its CUDA graphs under their tag."""
     return os.environ.get(GRAPHS_VARIABLE, "").lower() in ("1", "true", "yes", "on", "y", "t")

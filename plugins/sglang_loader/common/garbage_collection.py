@@ -1,4 +1,4 @@
-"""Python's garbage collector, kept from going through a whole process during a sync."""
+"""Limits on Python's garbage collector: no scan of the whole process during a sync."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ NEVER = 2**31 - 1
 
 @contextmanager
 def no_full_collections() -> Iterator[None]:
-    """Only young objects are collected in the body, so that cycles free their tensors there, too.
+    """Collect only young objects in the body, so that cycles still free their tensors.
 
-    A first sync makes a million small objects that stay. Python would go through everything in the
-    process for them, more than once: half a second each time in a trainer, two in an engine.
-    Thresholds that are set meanwhile stay. Bodies may overlap: the first to begin restores.
+    Thresholds that are set in the body stay. Bodies may overlap: the first to begin restores.
     """
+    # A first sync makes a million small objects that stay. For these, Python would scan all objects
+    # of the process, more than once: half a second each time in a trainer, two in an engine.
     young, middle, full = gc.get_threshold()
     gc.set_threshold(young, middle, NEVER)
     try:
         yield
     finally:
-        young, middle, now = gc.get_threshold()
-        gc.set_threshold(young, middle, full if now == NEVER else now)
+        young, middle, current = gc.get_threshold()
+        gc.set_threshold(young, middle, full if current == NEVER else current)

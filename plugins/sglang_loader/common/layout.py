@@ -1,15 +1,18 @@
-"""Bucket layouts: where each named tensor lies inside one flat staging buffer; and the wire format
-of layouts and of arrangements (the parts of a sync's buckets that an engine rank reads).
+"""Bucket layouts: the place of each named tensor inside one flat staging buffer.
+
+This module also has the wire format of layouts and of arrangements. An arrangement is the part of a
+bucket that an engine rank reads.
 
     layout = BucketLayout.pack([("model.norm.weight", (1024,), torch.bfloat16)])
     buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
     model.load_weights(layout.views(buffer))
 
-A load plan is compiled for an ordered list of layouts and holds for exactly those. On the wire a
-layout is `encode_layout(layout)`, and its name is the digest of that. The engine sends the
-arrangements of a sync once; later messages have only their digest. The trainer checks them: a read
-must lie in its tensor, and the arranged buffer must not be larger than the bucket. That no two
-reads share a byte of the arranged buffer is checked where it is filled.
+A load plan is compiled for an ordered list of layouts and holds for exactly these layouts. In a
+message a layout is `encode_layout(layout)`, and its name is the digest of these bytes. The engine
+sends the arrangements of a sync once. Later messages have only their digest. The trainer checks the
+arrangements: a read must lie in its tensor, and the arranged buffer must not be larger than the
+bucket. No two reads may share a byte of the arranged buffer. That is checked where the buffer is
+filled.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ import torch
 from sglang_loader.common.regions.arrangement import Arrangement
 
 ALIGNMENT_BYTES = 256
-"""As of cudaMalloc: it allows views of every dtype, and vectorised copies."""
+"""The alignment of cudaMalloc. It allows views of every dtype, and vectorised copies."""
 
 
 TensorSpec = tuple[str, Iterable[int], torch.dtype]
@@ -36,7 +39,7 @@ TensorSpec = tuple[str, Iterable[int], torch.dtype]
 
 
 class WireError(ValueError):
-    """A message that does not follow the wire format; the sync must not go on."""
+    """A message that does not follow the wire format. The sync must not go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +58,11 @@ class BucketTensor:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """The tensors of one bucket in loading order, and the bytes of buffer they need.
+    """The tensors of one bucket in loading order, and the size of their buffer in bytes.
 
     Raises:
-        ValueError: a tensor has a negative dimension, begins before the one before it ends, at an
-            offset that is not a multiple of its element size, or ends past `nbytes`.
+        ValueError: a tensor has a negative dimension, overlaps its predecessor, ends past `nbytes`,
+            or has an offset that is not a multiple of its element size.
     """
 
     tensors: tuple[BucketTensor, ...]
@@ -81,7 +84,7 @@ class BucketLayout:
 
     @classmethod
     def pack(cls, tensors: Iterable[TensorSpec]) -> BucketLayout:
-        """Lay tensors out one after the other, each at a multiple of `ALIGNMENT_BYTES`."""
+        """Place tensors one after the other, each at a multiple of `ALIGNMENT_BYTES`."""
         offset = 0
         packed = []
         for name, shape, dtype in tensors:
@@ -95,24 +98,24 @@ class BucketLayout:
         return tuple(tensor.offset for tensor in self.tensors)
 
     def tensor_at(self, offset: int) -> int:
-        """Position of the tensor in which a byte lies, or of the last one before it."""
+        """Return the position of the tensor in which a byte lies, or of the last one before."""
         return max(0, bisect_right(self.starts, offset) - 1)
 
     def holding(self, start: int, stop: int) -> int | None:
-        """Position of the tensor that holds bytes [start, stop); None if no single one does."""
-        found = self.tensor_at(start)
-        tensor = self.tensors[found]
+        """Return the position of the tensor that holds bytes [start, stop), or None."""
+        position = self.tensor_at(start)
+        tensor = self.tensors[position]
         is_within = tensor.offset <= start and stop <= tensor.offset + tensor.nbytes
-        return found if is_within else None
+        return position if is_within else None
 
     def views(self, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """`(name, tensor)` views into `buffer`, in loading order.
+        """Return `(name, tensor)` views into `buffer`, in loading order.
 
         Raises:
             ValueError: the buffer is not flat contiguous uint8, or shorter than `nbytes`.
         """
         check_buffer(buffer, self.nbytes)
-        typed = {  # one view of the whole buffer for each dtype: half the calls
+        typed = {  # one view of the whole buffer for each dtype saves half the calls
             dtype: buffer[: buffer.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
             for dtype in {t.dtype for t in self.tensors}
         }
@@ -146,22 +149,27 @@ def _dtype_of(_: type[torch.dtype], name: object) -> torch.dtype:
 
 
 Arrangements: TypeAlias = tuple[tuple[str, Arrangement | None], ...]
-"""For each bucket the digest of its layout and its arrangement; None: the bucket comes whole."""
+"""For each bucket the digest of its layout and its arrangement, or None for a whole bucket."""
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=lambda dtype: str(dtype).removeprefix("torch."))
+
+def _dtype_name(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_dtype_name)
 _layout_decoder = msgspec.msgpack.Decoder(BucketLayout, dec_hook=_dtype_of)
 _arrangements_decoder = msgspec.msgpack.Decoder(Arrangements)
 
 
-def _decoded(decoder: msgspec.msgpack.Decoder[Any], encoded: bytes, what: str) -> Any:
-    """Decode bytes that `_encoder` has written; raises WireError if they differ from its output."""
+def _decoded(decoder: msgspec.msgpack.Decoder[Any], encoded: bytes, kind: str) -> Any:
+    """Decode bytes, or raise WireError if `_encoder` would not write these bytes."""
     try:
-        found = decoder.decode(encoded)
+        decoded = decoder.decode(encoded)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise WireError(f"not {what}: {error}") from None
-    if _encoder.encode(found) != encoded:
-        raise WireError(f"not {what}: an unknown field, or not encoded as we do")
-    return found
+        raise WireError(f"not {kind}: {error}") from None
+    if _encoder.encode(decoded) != encoded:
+        raise WireError(f"not {kind}: an unknown field, or not encoded as we do")
+    return decoded
 
 
 def encode_layout(layout: BucketLayout) -> bytes:
@@ -169,7 +177,10 @@ def encode_layout(layout: BucketLayout) -> bytes:
 
 
 def digest_of(encoded: bytes) -> str:
-    """The name of a layout or of arrangements: 64 hexadecimal digits, the same in every process."""
+    """Return the name of a layout or of arrangements.
+
+    The name has 64 hexadecimal digits, the same in every process.
+    """
     return hashlib.sha256(encoded).hexdigest()
 
 
@@ -179,7 +190,7 @@ def decode_layout(encoded: bytes) -> BucketLayout:
 
     Raises:
         WireError: not a layout, an unknown dtype, a negative dimension, a tensor that overlaps its
-            neighbour or leaves the bucket, or bytes that `encode_layout` does not write.
+            neighbour or exceeds the bucket, or bytes that `encode_layout` does not write.
     """
     layout: BucketLayout = _decoded(_layout_decoder, encoded, "a bucket layout")
     return layout
@@ -190,11 +201,14 @@ def encode_arrangements(buckets: Arrangements) -> bytes:
 
 
 def decode_arrangements(encoded: bytes, layouts: Mapping[str, BucketLayout]) -> Arrangements:
-    """Parse and check arrangements of layouts that were sent, by digest.
+    """Parse and check arrangements of layouts that were sent.
+
+    Args:
+        layouts: the layouts by digest.
 
     Raises:
         WireError: not arrangements, bytes that `encode_arrangements` does not write, an unknown
-            layout, a read that leaves its tensor, or an arranged buffer larger than the bucket.
+            layout, a read that exceeds its tensor, or an arranged buffer larger than the bucket.
     """
     buckets: Arrangements = _decoded(_arrangements_decoder, encoded, "arrangements")
     for digest, arrangement in buckets:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 MAX_NAMED = 20
 
 
-def listed(found: Sequence[str]) -> str:
-    """Names in one line, `MAX_NAMED` of them at most."""
-    more = f", and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
-    return ", ".join(found[:MAX_NAMED]) + more
+def listed(names: Sequence[str]) -> str:
+    """Join names in one line. At most `MAX_NAMED` names are listed, the others are counted."""
+    more = f", and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + more

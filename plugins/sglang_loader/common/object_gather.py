@@ -1,4 +1,4 @@
-"""Gathers Python objects from all ranks of a process group, in one collective if they are short."""
+"""Collectives of Python objects in a process group, one collective if all objects are short."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ from typing import Any
 import torch
 
 AllGather = Callable[[list[torch.Tensor], torch.Tensor], object]
-"""Fills the list with the tensor of each rank, and waits until that is done."""
+"""A function that fills the list with the tensor of each rank, and waits for the result."""
 
 HEADER_NBYTES = 8
 SHORT_NBYTES = 1024
-"""Bytes of each object in the first collective; if one is longer, a second carries all of them."""
+"""Bytes of each object in the first collective. If an object is longer, a second collective carries
+all objects."""
 
 
 def gather_objects(item: Any, num_ranks: int, all_gather: AllGather) -> list[Any]:
-    """Every rank's `item`, by rank; collective. The ranks trust each other: items are pickled."""
+    """Return every rank's `item`, by rank. Collective.
+
+    The ranks trust each other: items are pickled.
+    """
     data = pickle.dumps(item)
     message = len(data).to_bytes(HEADER_NBYTES, "little") + data
 

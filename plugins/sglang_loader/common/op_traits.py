@@ -1,5 +1,6 @@
-"""Properties of torch's operators, from their schemas: views, writes, randomness, host reads; and
-what the arguments of a call are.
+"""Properties of torch's operators, and the arguments of their calls.
+
+The properties come from the operators' schemas: views, writes, randomness, host reads.
 """
 
 from __future__ import annotations
@@ -18,13 +19,17 @@ COLLECTIVE_NAMESPACES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class OpTraits:
-    """Properties of one operator.
+    """The properties of one operator.
 
     Attributes:
         view: the results are views of the arguments.
         written: position and name of the arguments that are written.
-        overwrites: what is written does not depend on what was there.
-        problem: why a load that calls the operator cannot be planned, or None.
+        random: the results are random.
+        reads_host: the host reads data of the arguments.
+        dynamic_shape: the shape of the results depends on data.
+        overwrites: the written bytes do not depend on their old content.
+        problem: the reason why a load that calls the operator cannot be planned, or None.
+        name: of the operator, without its overload.
     """
 
     view: bool
@@ -37,7 +42,7 @@ class OpTraits:
     name: str
 
     def written_in(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The arguments that one call writes."""
+        """Return the arguments that one call writes."""
         return [args[i] if i < len(args) else kwargs.get(name) for i, name in self.written]
 
 
@@ -45,7 +50,7 @@ _by_id: dict[int, tuple[torch._ops.OpOverload, OpTraits]] = {}
 
 
 def read_traits(op: torch._ops.OpOverload) -> OpTraits:
-    """The properties of `op`, computed once."""
+    """Return the properties of `op`, computed once."""
     # By identity: the hash of an operator is a Python function, too slow for 100,000 calls.
     entry = _by_id.get(id(op))
     if entry is None:
@@ -54,7 +59,7 @@ def read_traits(op: torch._ops.OpOverload) -> OpTraits:
 
 
 def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
-    """Nested lists, tuples and dicts (arguments of an operator) with `change` applied to leaves."""
+    """Apply `change` to the leaves of nested lists, tuples and dicts: an operator's arguments."""
     if isinstance(value, list):
         return [map_leaves(change, item) for item in value]
     if isinstance(value, tuple):
@@ -65,16 +70,16 @@ def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def leaves(value: Any) -> list[Any]:
-    """The leaves of nested lists, tuples and dicts: arguments or results of an operator."""
+    """List the leaves of nested lists, tuples and dicts: arguments or results of an operator."""
     if not isinstance(value, (list, tuple, dict)):
         return [value]
-    found: list[Any] = []
+    flat: list[Any] = []
     for item in value.values() if isinstance(value, dict) else value:
         if isinstance(item, (list, tuple, dict)):
-            found += leaves(item)
+            flat += leaves(item)
         else:
-            found.append(item)
-    return found
+            flat.append(item)
+    return flat
 
 
 def _traits_of(op: torch._ops.OpOverload) -> OpTraits:

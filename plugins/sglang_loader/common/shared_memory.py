@@ -1,10 +1,11 @@
-"""Handles of memory: the engine's process maps memory of the trainer's process with them.
+"""Handles of memory, by which the engine's process maps memory of the trainer's process.
 
 torch shares storages between processes through `torch.multiprocessing`, which pickles them. A
 `CudaHandle` has the same fields without the pickle: an IPC handle with torch's own reference
-counter (the owner's memory is not reused before the receiver has released it). A `CpuHandle` is the
-name of a shared-memory file. It is mapped directly, since torch would remove a file that nobody
-else uses, and end the process if the file is already gone, as when a trainer was killed.
+counter. The counter keeps the owner from reusing the memory before the receiver has released it. A
+`CpuHandle` is the name of a shared-memory file, which is mapped directly. torch would remove a file
+that no other process uses, and end the process if the file is already gone, as after a trainer was
+killed.
 
     handle = share_storage(tensor.untyped_storage())    # trainer; each handle for one receiver
     flat = map_buffer(handle, device)                   # engine: uint8 of shape [handle.nbytes]
@@ -36,7 +37,7 @@ class CpuHandle(msgspec.Struct, frozen=True, kw_only=True, tag="cpu", forbid_unk
 
 SHARED_MEMORY = Path("/dev/shm")
 HEADER_NBYTES = 64
-"""Torch's own counter in front of the bytes of a shared-memory file."""
+"""Size of torch's own counter in front of the bytes of a shared-memory file."""
 COUNTER_NBYTES = 8
 """Size of one reference counter in the file `CudaHandle.counter_file`."""
 
@@ -52,7 +53,7 @@ class CudaHandle(msgspec.Struct, frozen=True, kw_only=True, tag="cuda", forbid_u
         counter_file: torch's reference counter, a shared-memory file and a position in it.
         counter_offset: see `counter_file`.
         event: IPC handle of the event after which the memory may be read.
-        event_sync_required: whether to wait for `event`.
+        event_sync_required: True if the reader must wait for `event`.
     """
 
     nbytes: int
@@ -69,7 +70,7 @@ BufferHandle = CpuHandle | CudaHandle
 
 
 class CannotMap(Exception):
-    """Another process's memory cannot be mapped here; the text says where it is, and why."""
+    """Another process's memory that cannot be mapped here. The text has place and reason."""
 
 
 MANAGER_IS_LATE = "manager connection has timed out"
@@ -77,9 +78,8 @@ MANAGER_ATTEMPTS = 10
 
 
 def share_on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Move a CPU tensor into shared memory; returns it. Tries again if torch's own manager process
-    does not answer within torch's limit of a second, as on a busy host.
-    """
+    """Move a CPU tensor into shared memory, and return the tensor."""
+    # On a busy host torch's own manager process may not answer within torch's limit of a second.
     for attempt in range(1, MANAGER_ATTEMPTS + 1):
         try:
             tensor.share_memory_()
@@ -123,10 +123,11 @@ def share_storage(storage: torch.UntypedStorage) -> BufferHandle:
 def drop_references(handles: Iterable[BufferHandle]) -> None:
     """Drop the references of handles whose receiver is dead, or will never map them.
 
-    torch frees the memory of a GPU when the receiver of each handle has counted down. A receiver
-    that was killed never does. A receiver that counts down after this call wraps its counter, and
-    the memory is never freed: call this only if no receiver is left.
+    Call this only if no receiver is left. If a receiver counts down later, the counter wraps, and
+    the memory is never freed.
     """
+    # torch frees the memory of a GPU when the receiver of each handle has counted down. A receiver
+    # that was killed never counts down.
     for handle in handles:
         if isinstance(handle, CudaHandle):
             file = SHARED_MEMORY / Path(handle.counter_file).name
@@ -138,11 +139,11 @@ def drop_references(handles: Iterable[BufferHandle]) -> None:
 def map_buffer(handle: BufferHandle, device: torch.device) -> torch.Tensor:
     """Map a handle's memory into this process: contiguous uint8 of shape `[handle.nbytes]`.
 
-    Memory of another GPU of the node is read over NVLink, or else over PCIe. It is mapped for
+    Memory of another GPU of the node is read over NVLink or PCIe. The memory is mapped for
     `device`, which reads it, even if this process does not see the other GPU.
 
     Raises:
-        CannotMap: this process has no access to it.
+        CannotMap: this process has no access to the memory.
     """
     with torch.inference_mode(False), torch.no_grad():
         try:
@@ -156,11 +157,11 @@ def map_buffer(handle: BufferHandle, device: torch.device) -> torch.Tensor:
 
 
 _peer_memory: dict[str, WeakValueDictionary[int, torch.Tensor]] = defaultdict(WeakValueDictionary)
-"""Mapped memory of other GPUs, by UUID and address; CUDA reports the reader's GPU as its device."""
+"""Mapped memory of other GPUs, by UUID and address. CUDA reports the reader's GPU as its device."""
 
 
 def peer_gpu_of(view: torch.Tensor) -> str | None:
-    """UUID of the other GPU that the memory lies on, or None."""
+    """Return the UUID of the other GPU that the memory lies on, or None."""
     address = view.untyped_storage().data_ptr()
     return next((gpu for gpu, mapped in _peer_memory.items() if address in mapped), None)
 
@@ -194,10 +195,10 @@ def _mapped(handle: BufferHandle, device: torch.device) -> torch.Tensor:
 
 @cache
 def host_id() -> str:
-    """An id of the running machine, the same in all of its containers."""
+    """Return an id of the running machine, the same in all of its containers."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def gpu_uuid(index: int) -> str:
-    """UUID of a CUDA device of this process."""
+    """Return the UUID of a CUDA device of this process."""
     return str(torch.cuda.get_device_properties(index).uuid)

@@ -1,7 +1,7 @@
 """Costs of a release or a resume of memory, by tag and TP rank.
 
-Bytes come from the allocators' tables, not from readings of free memory, which other processes
-change.
+Bytes come from the allocators' tables, not from readings of free memory: other processes change the
+free memory.
 
     costs = by_rank([{"weights": {"seconds": 0.1, ...}}, ...])      # gathered from all TP ranks
 """
@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Cost = dict[str, float]
-"""Of one tag on one rank: "seconds", "gpu_bytes" that were unmapped or mapped, and "host_bytes"
-that the host holds for the tag afterwards."""
+"""The cost of one tag on one rank: "seconds", "gpu_bytes" that were unmapped or mapped, and
+"host_bytes" that the host holds for the tag afterwards."""
 
 StageCosts = dict[str, dict[str, list[float]]]
-"""By tag and by key of `Cost`, a list by TP rank; without tags that needed nothing to be done."""
+"""By tag and by key of `Cost`, a list by TP rank. Tags that needed no work are left out."""
 
 
 def by_rank(costs: Sequence[Mapping[str, Cost]]) -> StageCosts:
@@ -38,6 +38,6 @@ def joined(replies: Sequence[StageCosts]) -> StageCosts:
 
 
 def stage_costs_in(content: Any) -> StageCosts:
-    """The costs in a reply over HTTP; empty if the engine sent none, as SGLang's own does."""
+    """Return the costs in a reply over HTTP, or {} for a reply of SGLang's own, without costs."""
     stages = content.get("stages") if isinstance(content, dict) else None
     return stages if isinstance(stages, dict) else {}

@@ -1,4 +1,4 @@
-"""Runs a step that may never return in a thread."""
+"""Threads for steps that may never return."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ Result = TypeVar("Result")
 
 
 def in_thread(step: Callable[[Future[Result]], Result], name: str) -> Future[Result]:
-    """Run a step in a daemon thread, which does not keep the process alive; returns its future.
+    """Run a step in a daemon thread, which does not keep the process alive, and return its future.
 
-    Cancelling the future ends only the wait for it. The step gets the future, and may check whether
-    it was cancelled.
+    Cancelling the future ends only the wait for the step. The step gets the future as its argument,
+    and may check whether the future was cancelled.
     """
     future: Future[Result] = Future()
 
     def run() -> None:
-        with suppress(InvalidStateError):  # it was cancelled
+        with suppress(InvalidStateError):  # the future was cancelled
             try:
                 future.set_result(step(future))
             except Exception as error:

@@ -191,5 +191,5 @@ def test_every_byte_of_a_tensor_must_lie_in_a_piece():
 
 def test_pieces_must_be_in_order():
     memory = torch.zeros(64, dtype=torch.uint8)
-    with pytest.raises(ValueError, match="starts at byte 32, the one before it ends at 64"):
+    with pytest.raises(ValueError, match="starts at byte 32, its predecessor ends at 64"):
         source_of([(0, memory), (32, memory)])

@@ -1,8 +1,8 @@
-"""A broadcast or an all-to-all in an update group, waited for with a time limit.
+"""A broadcast or an all-to-all in an update group, with a limited wait.
 
-NCCL's `wait()` only makes a stream wait, and after a failure of the communicator `is_completed()`
-is true although the bytes never came. So on a GPU an event is recorded behind the collective, on a
-stream of its own: the bytes are there when the event has happened, and a collective that never ends
+NCCL's `wait()` only makes a stream wait. After a failure of the communicator `is_completed()` is
+true although the bytes never came. So on a GPU an event is recorded behind the collective, on a
+stream of its own. When the event has happened, the bytes are there. A collective that never ends
 blocks no other stream.
 """
 
@@ -18,20 +18,25 @@ import torch.distributed as dist
 
 POLL_S = 0.0002
 GRACE_S = 1.0
-"""If torch reports completion this long before the event, NCCL has failed."""
+"""The longest time between torch's report of completion and the event. Later, NCCL has failed."""
 
 
 WORD = torch.int64
-"""The unit of an all-to-all: all of its sizes are whole words."""
+"""The unit of an all-to-all. All sizes are whole words."""
 
 
 class BroadcastError(RuntimeError):
-    """A collective has failed or timed out; the group must be formed anew."""
+    """A collective that has failed or timed out. The group must be formed anew."""
 
 
 class Transfer:
-    """A collective in progress, which every rank starts. Its buffers must stay untouched until it
-    is done. `work`: torch's; None: there is nothing to wait for.
+    """A collective in progress, which every rank starts.
+
+    The buffers must stay untouched until the end.
+
+    Args:
+        work: torch's handle of the collective, or None if there is nothing to wait for.
+        device: of the buffers.
     """
 
     def __init__(self, work: Any, device: torch.device) -> None:
@@ -46,7 +51,7 @@ class Transfer:
                 self._event.record()
 
     def is_done(self) -> bool:
-        """True once the device has sent and received all bytes; never blocks on a GPU.
+        """Return True once the device has sent and received all bytes. Never blocks on a GPU.
 
         Raises:
             BroadcastError: a peer is gone, or the communicator has failed.
@@ -54,15 +59,19 @@ class Transfer:
         if self._work is None:
             return True
         try:
-            return self._is_done_here() if self._event is None else self._is_done_on_gpu()
+            return self._is_done_on_cpu() if self._event is None else self._is_done_on_gpu()
         except RuntimeError as error:
             raise BroadcastError(str(error)) from None
 
-    def has_arrived(self, timeout_s: float, what: str) -> bool:
-        """Like `is_done`, with a limit of `timeout_s` seconds since the collective was started.
+    def has_arrived(self, timeout_s: float, name: str) -> bool:
+        """Return True once all bytes have come, like `is_done`, with a time limit.
+
+        Args:
+            timeout_s: the limit, in seconds since the collective was started.
+            name: of the transfer, for the error.
 
         Raises:
-            BroadcastError: it takes longer, or has failed; `what` names it in the error.
+            BroadcastError: the collective takes longer, or has failed.
         """
         try:
             if self.is_done():
@@ -70,18 +79,18 @@ class Transfer:
             if time.monotonic() - self._started > timeout_s:
                 raise BroadcastError(f"nothing within {timeout_s:g} s")
         except BroadcastError as error:
-            raise BroadcastError(f"{what} did not arrive: {error}") from None
+            raise BroadcastError(f"{name} did not arrive: {error}") from None
         return False
 
-    def wait(self, timeout_s: float, what: str) -> None:
-        """Wait until it is done; arguments and errors as for `has_arrived`."""
-        while not self.has_arrived(timeout_s, what):
+    def wait(self, timeout_s: float, name: str) -> None:
+        """Wait for the end of the collective. Arguments and errors are those of `has_arrived`."""
+        while not self.has_arrived(timeout_s, name):
             time.sleep(POLL_S)
 
-    def _is_done_here(self) -> bool:
+    def _is_done_on_cpu(self) -> bool:
         if not self._work.is_completed():
             return False
-        self._work.wait()  # raises what went wrong
+        self._work.wait()  # raises the error of a failed transfer
         return True
 
     def _is_done_on_gpu(self) -> bool:
@@ -89,15 +98,15 @@ class Transfer:
         if self._event.query():
             return True
         if self._work.is_completed():
-            now = time.monotonic()
-            self._completed_at = self._completed_at or now
-            if now - self._completed_at > GRACE_S:
+            time_s = time.monotonic()
+            self._completed_at = self._completed_at or time_s
+            if time_s - self._completed_at > GRACE_S:
                 raise BroadcastError("NCCL gave the transfer up")
         return False
 
 
 class Broadcast(Transfer):
-    """A broadcast of contiguous uint8: rank 0 sends it, the others receive it."""
+    """A broadcast of contiguous uint8. Rank 0 sends the bytes, the other ranks receive them."""
 
     def __init__(self, flat: torch.Tensor, group: Any) -> None:
         work = None
@@ -113,12 +122,14 @@ def all_to_all(
     recv_nbytes: Sequence[int],
     group: Any,
 ) -> Any:
-    """Start an all-to-all between all ranks of a group; returns torch's work.
+    """Start an all-to-all between all ranks of a group, and return torch's work.
 
     Args:
-        sent: flat uint8: the bytes for each rank, one after the other; `received` likewise.
-        send_nbytes: bytes for each rank, whole words; they add up to `sent`.
-        group: the process group; None: torch's default group.
+        sent: flat uint8 with the bytes for each rank, one after the other.
+        send_nbytes: bytes for each rank, whole words. They add up to `sent`.
+        received: flat uint8 for the bytes from each rank, one after the other.
+        recv_nbytes: bytes from each rank, whole words. They add up to `received`.
+        group: the process group, or None for torch's default group.
     """
     return dist.all_to_all_single(
         received.view(WORD),

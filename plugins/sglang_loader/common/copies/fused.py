@@ -4,9 +4,9 @@
     for launch in copies.between(memories, targets, device):    # and writes `targets[copy.storage]`
         launch()                                          # asynchronous on a GPU
 
-Copies of whole words are done by the kernel (`kernel`), the others by torch's fused copies.
-They are divided once; for other memories only the addresses change. If memories lie on several
-GPUs, all of these are read at the same time, see `kernel`.
+The kernel (`kernel`) runs the copies of whole words, torch's fused copies run the others. The
+copies are divided once. For other memories only the addresses change. If memories lie on several
+GPUs, all of these GPUs are read at the same time, see `kernel`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from sglang_loader.common.shared_memory import peer_gpu_of
 
 
 class FusedCopies:
-    """See the module. No two copies may write the same byte."""
+    """A set of copies, of which no two may write the same byte. See the module."""
 
     def __init__(self, copies: Sequence[CopyFrom]) -> None:
         self._targets = {copy.storage for copy, _ in copies}
@@ -49,10 +49,10 @@ class FusedCopies:
         targets: Sequence[torch.Tensor],
         device: torch.device,
     ) -> list[Callable[[], object]]:
-        """The launches. They do not keep `memories` and `targets` alive.
+        """Return the launches. They do not keep `memories` and `targets` alive.
 
         Args:
-            memories: by number, flat contiguous uint8; those that no copy reads are ignored.
+            memories: by number, flat contiguous uint8. Memories that no copy reads are ignored.
             targets: flat uint8, each at the beginning of its storage.
             device: on which the kernel runs.
         """
@@ -63,24 +63,24 @@ class FusedCopies:
             return tensor.device == device and tensor.data_ptr() % WORD.itemsize == 0
 
         launches: list[Callable[[], object]] = []
-        others: Sequence[CopyFrom] = self._copies
+        torch_copies: Sequence[CopyFrom] = self._copies
         with torch.inference_mode(False), torch.no_grad():
             if is_available(device):
                 target = frozenset(i for i in self._targets if is_for_kernel(targets[i]))
                 source = frozenset(i for i, memory in enumerate(memories) if is_for_kernel(memory))
-                words, others = self._divide(target, source)
+                words, torch_copies = self._divide(target, source)
                 if len(words.rows):
                     launches.append(words.between(memories, targets, gpus, device))
-            groups: dict[object, tuple[list[torch.Tensor], list[torch.Tensor], list[int]]] = {}
-            for copy, number in others:
+            alike: dict[object, tuple[list[torch.Tensor], list[torch.Tensor], list[int]]] = {}
+            for copy, number in torch_copies:
                 dst, src = copy_views(copy, memories[number], targets[copy.storage])
-                # torch's fused kernel takes a group only if all of it is dense.
+                # torch's fused kernel takes a list of copies only if all of them are dense.
                 key = (dst.dtype, src.dtype, not copy.dims, dst.device, src.device)
-                dsts, srcs, src_gpus = groups.setdefault(key, ([], [], []))
+                dsts, srcs, src_gpus = alike.setdefault(key, ([], [], []))
                 dsts.append(dst)
                 srcs.append(src)
                 src_gpus.append(int(gpus[number]))
-            for dsts, srcs, src_gpus in groups.values():
+            for dsts, srcs, src_gpus in alike.values():
                 order = interleaved_order(src_gpus)
                 ordered = [dsts[i] for i in order], [srcs[i] for i in order]
                 launches.append(partial(torch._foreach_copy_, *ordered))
@@ -89,23 +89,23 @@ class FusedCopies:
     def _divide(
         self, targets: frozenset[int], memories: frozenset[int]
     ) -> tuple[_WordCopies, list[CopyFrom]]:
-        """The copies of whole words from these memories to these targets, and the other copies."""
+        """Divide the copies into those of whole words between these memories, and the rest."""
         key = targets, memories
         if key not in self._divided:
             words: list[CopyFrom] = []
-            others: list[CopyFrom] = []
+            rest: list[CopyFrom] = []
             for copy, number in self._copies:
                 strides = chain.from_iterable(dim[1:] for dim in copy.dims)
                 aligned = math.gcd(WORD.itemsize, copy.src, copy.dst, copy.run, *strides)
                 are_words = copy.unit.cast is None and aligned == WORD.itemsize
                 is_taken = are_words and copy.storage in targets and number in memories
-                (words if is_taken else others).append((copy, number))
-            self._divided[key] = _WordCopies(words), others
+                (words if is_taken else rest).append((copy, number))
+            self._divided[key] = _WordCopies(words), rest
         return self._divided[key]
 
 
 class _WordCopies:
-    """Copies for the kernel: rows whose addresses are offsets in numbered memories and targets."""
+    """The copies for the kernel, as rows whose addresses are offsets in memories and targets."""
 
     def __init__(self, copies: Sequence[CopyFrom]) -> None:
         entries, places = [], []
@@ -115,8 +115,8 @@ class _WordCopies:
             places += [(number, copy.storage)] * len(rows)
         self.rows, self._tiles = tables_of(entries)
         self._numbers, self._targets = np.array(places, dtype=np.int64).reshape(-1, 2).T
-        # Kept on the device, since an upload waits for the stream: the tiles with the GPUs that
-        # they were ordered for, and the rows with their addresses.
+        # Both are kept on the device, because an upload waits for the stream: the tiles with the
+        # GPUs that they were ordered for, and the rows with their addresses.
         self._device_tiles: tuple[list[int], torch.Tensor] | None = None
         self._device_rows: tuple[list[int], torch.Tensor] | None = None
 
@@ -127,7 +127,11 @@ class _WordCopies:
         gpus: npt.NDArray[np.int64],
         device: torch.device,
     ) -> Callable[[], object]:
-        """The launch; `gpus`: for each memory the number of its GPU."""
+        """Return the launch.
+
+        Args:
+            gpus: for each memory the number of its GPU.
+        """
         read_from = gpus.tolist()
         if self._device_tiles is None or self._device_tiles[0] != read_from:
             order = interleaved_order(gpus[self._numbers][self._tiles[:, 0]])

@@ -1,12 +1,12 @@
 """Many strided copies in one launch: a Triton kernel over the tiles of all of them.
 
-`_foreach_copy_` fuses copies only where both sides are dense, and reaches 70 % of what the memory
-gives; a strided copy is a launch of its own. Here the copies of a bucket are cut into tiles of up
-to `TILE_WORDS` 64-bit words, each a part of a row or a few rows, and one launch moves them all
+`_foreach_copy_` fuses copies only if both sides are dense, and reaches 70 % of the memory's
+bandwidth. A strided copy is a launch of its own. Here the copies of a bucket are cut into tiles of
+up to `TILE_WORDS` 64-bit words, each a part of a row or a few rows. One launch moves all tiles
 (`fused` makes the tables of them).
 
-If sources lie on several GPUs, their tiles are interleaved: each reader then reads from all of them
-at any time, and no GPU has to serve all readers at once while the others serve none. Measured in
+If sources lie on several GPUs, their tiles are interleaved. Each reader then reads from all GPUs at
+any time, and no GPU serves all readers at once while the other GPUs serve none. Measured in
 `benchmarks/results/`: `copy_kernels` (beside torch's own copies) and `many_readers`.
 """
 
@@ -29,13 +29,13 @@ WORD = torch.int64
 
 
 Rows: TypeAlias = tuple[int, int, int, int, int, int]
-"""Source, target, source stride, target stride, run, rows: `rows` rows of `run` consecutive 64-bit
-words; addresses in bytes, strides in words.
+"""`(source, target, source stride, target stride, run, rows)`: `rows` rows of `run` consecutive
+64-bit words. Addresses are in bytes, strides in words.
 """
 
 
 def rows_of(copy: StridedCopy) -> Iterator[Rows]:
-    """One copy of whole words as sets of evenly spaced rows."""
+    """Yield one copy of whole words as sets of evenly spaced rows."""
     *outer, (rows, src_stride, dst_stride) = copy.dims or ((1, 0, 0),)
     steps = src_stride // WORD.itemsize, dst_stride // WORD.itemsize
     for index in itertools.product(*(range(count) for count, _, _ in outer)):
@@ -45,8 +45,9 @@ def rows_of(copy: StridedCopy) -> Iterator[Rows]:
 
 
 def tile_table(nums_tiles: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-    """`(entry, part of the entry)` of every tile, given the number of tiles of each entry. Each
-    program of a kernel takes one tile.
+    """Return `(entry, part of the entry)` of every tile, given the number of tiles of each entry.
+
+    Each program of a kernel takes one tile.
     """
     counts = np.array(nums_tiles, dtype=np.int64)
     numbers = np.repeat(np.arange(len(counts)), counts)
@@ -55,8 +56,12 @@ def tile_table(nums_tiles: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray
 
 
 def interleaved_order(gpus: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """An order of items that spreads the items of each GPU evenly over the whole, given the number
-    of each item's GPU. The items of one GPU stay in their order.
+    """Return an order of items that spreads the items of each GPU evenly over the whole.
+
+    The items of one GPU keep their order.
+
+    Args:
+        gpus: for each item the number of its GPU.
     """
     numbers = np.asarray(gpus, dtype=np.int64)
     position = np.empty(len(numbers))  # from 0 to 1
@@ -67,8 +72,9 @@ def interleaved_order(gpus: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArra
 
 
 def tables_of(entries: Sequence[Rows]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-    """The rows as an array of shape `[n, 6]`, and their `tile_table`: each tile is a part of a long
-    row, or a group of short rows.
+    """Return the rows as an array of shape `[n, 6]`, and their `tile_table`.
+
+    Each tile is a part of a long row, or several short rows.
     """
     fields = np.array(entries, dtype=np.int64).reshape(-1, 6)
     run, rows = fields.T[4:]
@@ -76,14 +82,14 @@ def tables_of(entries: Sequence[Rows]) -> tuple[npt.NDArray[np.int64], npt.NDArr
 
 
 def launch(tiles: torch.Tensor, entries: torch.Tensor) -> None:
-    """Run the kernel on the current stream; the `tables_of` the rows are on the device."""
+    """Run the kernel on the current stream. The tables (`tables_of`) are on the device."""
     if len(tiles):
         _copy_tiles[(len(tiles),)](tiles, entries, TILE=TILE_WORDS, num_warps=8)
 
 
 @cache
 def is_available(device: torch.device) -> bool:
-    """True if the kernel works on `device`; tried once."""
+    """Return True if the kernel works on `device`. Tried once."""
 
     def copies_a_row() -> bool:
         source = torch.arange(8, dtype=WORD, device=device)

@@ -1,5 +1,6 @@
-"""Strided bytes in torch: places of tensors, and copies where the copy kernel cannot be used, or is
-checked.
+"""Strided bytes in torch: places of tensors, and copies without the copy kernel.
+
+Copies run without the kernel where the kernel does not work, or is checked.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 def region_of(tensor: torch.Tensor) -> Region:
-    """Where a tensor's elements are in its storage."""
+    """Return the place of a tensor's elements in its storage."""
     itemsize = tensor.element_size()
     offset = int(tensor.storage_offset()) * itemsize
     return Region(offset, tuple(tensor.shape), tuple(tensor.stride()), itemsize)
@@ -25,7 +26,7 @@ def region_of(tensor: torch.Tensor) -> Region:
 def copy_views(
     copy: StridedCopy, buffer: torch.Tensor, base: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The destination and source of one copy as tensors of the widest word that fits both sides.
+    """Return the destination and source of one copy, as tensors of the widest word that fits both.
 
     Args:
         buffer: flat uint8, which the copy reads.
@@ -56,7 +57,7 @@ def copy_views(
 def _strided(
     base: torch.Tensor, dtype: torch.dtype, start: int, shape: tuple[int, ...], strides: list[int]
 ) -> torch.Tensor:
-    """A view of `base`'s storage; `start` and `strides` in bytes, without the innermost stride."""
+    """View `base`'s storage. `start` and `strides` are in bytes, without the innermost stride."""
     size = dtype.itemsize
     if any(number % size for number in (start, *strides)):
         raise ValueError(
@@ -69,13 +70,13 @@ def _strided(
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the current stream of `device` has run everything; nothing to do on a CPU."""
+    """Wait until the current stream of `device` has run everything. A CPU needs no wait."""
     if device.type != "cpu":
         torch.get_device_module(device).current_stream(device).synchronize()
 
 
 def synchronize_device(device: torch.device) -> None:
-    """Wait for everything that runs on `device`; nothing to do on a CPU."""
+    """Wait for everything that runs on `device`. A CPU needs no wait."""
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)
 
@@ -84,15 +85,14 @@ def synchronize_device(device: torch.device) -> None:
 def gather_reads(
     arrangement: Arrangement, tensors: Sequence[torch.Tensor], device: torch.device
 ) -> torch.Tensor:
-    """The arranged buffer of a bucket's tensors; zero where nothing is read. It does not share code
-    with what it is used to check.
-    """
+    """Return the arranged buffer of a bucket's tensors, with zeros where nothing is read."""
+    # Shares no code with the plans that this buffer checks.
     arranged = torch.zeros(arranged_nbytes(arrangement), dtype=torch.uint8, device=device)
     for read in arrangement:
         if read.nbytes:
             data = tensors[read.tensor].contiguous().reshape(-1).view(torch.uint8)
             sizes = [*(count for count, _ in read.dims), read.run]
             strides = [*(stride for _, stride in read.dims), 1]
-            found = data.as_strided(sizes, strides, int(data.storage_offset()) + read.offset)
-            arranged[read.start : read.start + read.nbytes].copy_(found.reshape(-1))
+            part = data.as_strided(sizes, strides, int(data.storage_offset()) + read.offset)
+            arranged[read.start : read.start + read.nbytes].copy_(part.reshape(-1))
     return arranged

@@ -1,8 +1,8 @@
-"""Triton, and whether our kernels work on a device.
+"""Triton, and a check whether our kernels work on a device.
 
-Where one does not, torch does the same, slower. That is logged where it happens; and since SGLang's
-processes log errors alone under verl, an engine's first rank tells its `fallbacks` in the reply to
-a sync, which the trainer logs.
+If a kernel does not work, torch does the same, slower. The process logs that. Under verl SGLang's
+processes log errors alone. So an engine's first rank reports its `fallbacks` in the reply to a
+sync, and the trainer logs them.
 """
 
 from __future__ import annotations
@@ -23,23 +23,26 @@ __all__ = ["fallbacks", "kernel_works", "tl", "triton"]
 logger = logging.getLogger(__name__)
 
 fallbacks: list[str] = []
-"""What torch does in place of a kernel in this process, and why."""
+"""The work that torch does in place of a kernel in this process, each with the reason."""
 
 
 def kernel_works(work: str, device: torch.device, attempt: Callable[[], bool]) -> bool:
-    """True if a kernel compiles and works on `device`. The caller keeps the answer.
+    """Return True if a kernel compiles and works on `device`. The caller keeps the answer.
 
     Args:
         work: what the kernel does, as in "copies weights".
-        attempt: runs it; returns whether the result is right.
+        attempt: runs the kernel, and returns True if the result is right.
     """
     if device.type != "cuda":
         return False
     try:
-        why = "Triton is not installed" if triton is None else "" if attempt() else "a wrong result"
+        if triton is None:
+            reason = "Triton is not installed"
+        else:
+            reason = "" if attempt() else "a wrong result"
     except Exception as error:
-        why = repr(error)
-    if why:
-        fallbacks.append(f"torch {work} on {device}, slower: the Triton kernel fails: {why}")
+        reason = repr(error)
+    if reason:
+        fallbacks.append(f"torch {work} on {device}, slower: the Triton kernel fails: {reason}")
         logger.warning("%s", fallbacks[-1])
-    return not why
+    return not reason

@@ -1,1 +1,1 @@
-"""Strided bytes as plain numbers: split, composed, joined; nothing here touches a tensor."""
+"""Strided bytes as plain numbers: split, composed, joined. Nothing here touches a tensor."""

@@ -1,11 +1,12 @@
 """The part of a bucket that one engine rank reads.
 
 Under tensor or expert parallelism a rank reads a fraction of every bucket. An arrangement lists the
-bytes that it reads, and their places in a smaller, dense buffer that is sent instead of the bucket.
-The engine makes it from its load plan, and the trainer fills the buffer:
+bytes that the rank reads, and their places in a smaller, dense buffer. This buffer is sent instead
+of the bucket. The engine makes the arrangement from its load plan, and the trainer fills the
+buffer:
 
     buffer[read.start : read.start + read.nbytes] = bytes of tensor `read.tensor`, at `read.offset`,
-                                                    strided as `read.dims` and `read.run` say
+                                                    strided as in `read.dims` and `read.run`
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ import msgspec
 from sglang_loader.common.regions.geometry import StridedCopy
 
 Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
-"""A size, offset, stride or position on the wire: not negative."""
+"""A size, offset, stride or position in a message: not negative."""
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
-"""A count on the wire: at least 1."""
+"""A count in a message: at least 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,8 @@ class Read:
         offset: first byte, counted from the tensor's own first byte.
         dims: `(count, stride in bytes)` within the tensor, outermost first.
         run: consecutive bytes innermost.
-        start: first byte in the arranged buffer; dense from there, `dims` outermost first.
+        start: first byte in the arranged buffer. From there the bytes are dense, `dims` outermost
+            first.
     """
 
     tensor: Size
@@ -46,17 +48,17 @@ class Read:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes that are read."""
+        """The number of bytes that are read."""
         return self.run * math.prod(count for count, _ in self.dims)
 
     @property
     def stop(self) -> int:
-        """End of the last byte read, as an offset in the tensor."""
+        """The end of the last byte read, as an offset in the tensor."""
         return self.offset + sum((count - 1) * stride for count, stride in self.dims) + self.run
 
     def as_copy(self) -> StridedCopy:
-        """The copy from the tensor to the arranged buffer."""
-        dims, step = [], self.run  # innermost first; `step`: stride in the arranged buffer
+        """Return the copy from the tensor to the arranged buffer."""
+        dims, step = [], self.run  # innermost first. `step` is the stride in the arranged buffer.
         for count, stride in reversed(self.dims):
             dims.append((count, stride, step))
             step *= count
@@ -64,15 +66,15 @@ class Read:
 
     @classmethod
     def from_copy(cls, copy: StridedCopy, tensor: int) -> Read:
-        """The read of a part of `as_copy()` that `split_copy` has made."""
+        """Return the read of a part of `as_copy()` that `split_copy` has made."""
         dims = tuple((count, stride) for count, stride, _ in copy.dims)
         return cls(tensor, copy.src, dims, copy.run, copy.dst)
 
 
 Arrangement: TypeAlias = tuple[Read, ...]
-"""The reads of one rank from one bucket; none overlap in the arranged buffer."""
+"""The reads of one rank from one bucket. No two reads overlap in the arranged buffer."""
 
 
 def arranged_nbytes(reads: Iterable[Read]) -> int:
-    """Size of the arranged buffer, in bytes."""
+    """Return the size of the arranged buffer, in bytes."""
     return max((read.start + read.nbytes for read in reads), default=0)

@@ -1,4 +1,4 @@
-"""Joins many copies into few: 18,867 weights of a 30 B MoE become some hundreds of strided copies.
+"""Coalescing of copies: 18,867 weights of a 30 B MoE become some hundreds of strided copies.
 
 Three steps, each exact:
 
@@ -8,8 +8,8 @@ Three steps, each exact:
    ...): `MAX_PERIOD` lanes at most.
 3. Step 2 once more, for progressions of progressions.
 
-Copies are reordered, so no two of them may write the same byte: `find_overlapping` finds those that
-do, without memory for every byte of the model.
+Copies are reordered, so no two of them may write the same byte. `find_overlapping` finds copies
+that do, without memory for every byte of the model.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import TypeAlias
 
 from sglang_loader.common.regions.geometry import Dim, StridedCopy, Unit, collapse
@@ -29,19 +30,26 @@ MAX_EXPANDED_RUNS = 1 << 22
 
 _Shape: TypeAlias = tuple[int, tuple[Dim, ...], int, Unit]
 
+_DESTINATION = attrgetter("storage", "dst")
+"""Sort key of copies."""
+
 
 def coalesce(copies: Sequence[StridedCopy]) -> list[StridedCopy]:
-    """Fewer copies that move the same bytes to the same places. No two of `copies` may write the
-    same byte (see `find_overlapping`); their sources may overlap.
+    """Return fewer copies that move the same bytes to the same places.
+
+    No two of `copies` may write the same byte (see `find_overlapping`). Their sources may overlap.
     """
     joined = join_adjacent(copies)
     return fold_progressions(fold_progressions(joined))
 
 
 def join_adjacent(copies: Sequence[StridedCopy]) -> list[StridedCopy]:
-    """Contiguous copies that continue each other on both sides become one, by destination."""
+    """Join contiguous copies that continue each other on both sides.
+
+    The result is ordered by destination.
+    """
     joined: list[StridedCopy] = []
-    for copy in sorted(copies, key=lambda c: (c.storage, c.dst)):
+    for copy in sorted(copies, key=_DESTINATION):
         last = joined[-1] if joined else None
         if last is not None and _continues(last, copy):
             run = last.run + copy.run
@@ -52,20 +60,20 @@ def join_adjacent(copies: Sequence[StridedCopy]) -> list[StridedCopy]:
 
 
 def fold_progressions(copies: Sequence[StridedCopy]) -> list[StridedCopy]:
-    """Copies of one shape at regular offsets become one copy with one more dimension."""
-    groups: dict[_Shape, list[StridedCopy]] = {}
-    for copy in sorted(copies, key=lambda c: (c.storage, c.dst)):
-        groups.setdefault((copy.storage, copy.dims, copy.run, copy.unit), []).append(copy)
-    folded = [piece for group in groups.values() for piece in _fold_group(group)]
-    return sorted(folded, key=lambda c: (c.storage, c.dst))
+    """Fold copies of one shape at regular offsets into one copy with one more dimension."""
+    by_shape: dict[_Shape, list[StridedCopy]] = {}
+    for copy in sorted(copies, key=_DESTINATION):
+        by_shape.setdefault((copy.storage, copy.dims, copy.run, copy.unit), []).append(copy)
+    folded = [copy for alike in by_shape.values() for copy in _fold_alike(alike)]
+    return sorted(folded, key=_DESTINATION)
 
 
 def find_overlapping(copies: Sequence[StridedCopy]) -> set[int]:
-    """Indices of the copies whose destination bytes may overlap those of another copy.
+    """Return the indices of copies whose destination bytes may overlap those of another copy.
 
-    An interval sweep finds clusters of enclosing byte ranges; only inside a cluster of two or more
-    are the runs expanded and compared exactly. Every member of a cluster with an overlap is named.
-    A cluster of more than `MAX_EXPANDED_RUNS` runs counts as overlapping.
+    An interval sweep finds clusters of enclosing byte ranges. Inside a cluster of two or more
+    copies, the runs are expanded and compared exactly. If two copies of a cluster overlap, all of
+    its copies are returned. A cluster of more than `MAX_EXPANDED_RUNS` runs counts as overlapping.
     """
     overlapping: set[int] = set()
     for cluster in _clusters(copies):
@@ -85,50 +93,52 @@ def _continues(last: StridedCopy, copy: StridedCopy) -> bool:
     )
 
 
-def _fold_group(group: list[StridedCopy]) -> Iterator[StridedCopy]:
-    """Greedy from the left: the longest (possibly interleaved) progression that starts here."""
-    if len(group[0].dims) >= MAX_DIMS:
-        yield from group
+def _fold_alike(copies: list[StridedCopy]) -> Iterator[StridedCopy]:
+    """Yield the copies of one shape, folded greedily from the left.
+
+    At each position the longest progression is folded, which may be interleaved.
+    """
+    if len(copies[0].dims) >= MAX_DIMS:
+        yield from copies
         return
     at = 0
-    while at < len(group):
-        period, repeats = _longest_progression(group, at)
+    while at < len(copies):
+        period, repeats = _longest_progression(copies, at)
         for lane in range(at, at + period):
-            yield _fold(group[lane], group[lane + period], repeats) if repeats > 1 else group[lane]
+            first = copies[lane]
+            yield _fold(first, copies[lane + period], repeats) if repeats > 1 else first
         at += period * repeats
 
 
-def _longest_progression(group: list[StridedCopy], at: int) -> tuple[int, int]:
-    """(lanes, repeats) of the longest progression from `at` on; (1, 1): none worth folding.
-
-    Two copies at any distance form a progression; folding those would break up a longer one that
-    starts later, unless they are the whole group.
-    """
-    found = [(1, 1)]
+def _longest_progression(copies: list[StridedCopy], at: int) -> tuple[int, int]:
+    """Return the lanes and repeats of the longest progression from `at` on, (1, 1) without any."""
+    progressions = [(1, 1)]
     for period in range(1, MAX_PERIOD + 1):
-        repeats = _count_repeats(group, at, period)
-        if repeats >= MIN_REPEATS or (period == 1 and repeats == len(group)):
-            found.append((period, repeats))
-    return max(found, key=math.prod)
+        repeats = _count_repeats(copies, at, period)
+        # Two copies at any distance form a progression. Folding these would break up a longer one
+        # that starts later, unless they are all copies of the shape.
+        if repeats >= MIN_REPEATS or (period == 1 and repeats == len(copies)):
+            progressions.append((period, repeats))
+    return max(progressions, key=math.prod)
 
 
-def _count_repeats(group: list[StridedCopy], at: int, period: int) -> int:
-    """How often `period` copies repeat from `at` on; each lane may have its own strides."""
+def _count_repeats(copies: list[StridedCopy], at: int, period: int) -> int:
+    """Count how often `period` copies repeat from `at` on. Each lane may have its own strides."""
     stop = at + 2 * period
-    if stop > len(group):
+    if stop > len(copies):
         return 1
-    strides = [_stride(group, lane, period) for lane in range(at, at + period)]
+    strides = [_stride(copies, lane, period) for lane in range(at, at + period)]
     if any(src < 0 for src, _ in strides):  # torch has no negative strides
         return 1
-    while stop < len(group):
-        if _stride(group, stop - period, period) != strides[(stop - at) % period]:
+    while stop < len(copies):
+        if _stride(copies, stop - period, period) != strides[(stop - at) % period]:
             break
         stop += 1
     return (stop - at) // period
 
 
-def _stride(group: list[StridedCopy], at: int, period: int) -> tuple[int, int]:
-    return group[at + period].src - group[at].src, group[at + period].dst - group[at].dst
+def _stride(copies: list[StridedCopy], at: int, period: int) -> tuple[int, int]:
+    return copies[at + period].src - copies[at].src, copies[at + period].dst - copies[at].dst
 
 
 def _fold(first: StridedCopy, second: StridedCopy, repeats: int) -> StridedCopy:
@@ -138,7 +148,7 @@ def _fold(first: StridedCopy, second: StridedCopy, repeats: int) -> StridedCopy:
 
 
 def _clusters(copies: Sequence[StridedCopy]) -> list[list[int]]:
-    """Indices of copies whose enclosing destination ranges form one connected range."""
+    """Return the indices of copies whose enclosing destination ranges form one connected range."""
     clusters: list[list[int]] = []
     ranges = [(copy.storage, *copy.dst_bounds()) for copy in copies]
     reach = -1, 0

@@ -1,7 +1,7 @@
-"""Maps bytes of an exported tensor to bytes of the parameter that it is a view of.
+"""A map from bytes of an exported tensor to bytes of the parameter that the tensor is a view of.
 
 A trainer's export gathers parameters and returns views and copies of them: an expert of a fused
-weight, a tied embedding. `ByteMap` maps the bytes of such a tensor to bytes of its parameter, and
+weight, a tied embedding. `ByteMap` maps the bytes of such a tensor to bytes of its parameter.
 `compose` turns a copy from the tensor into copies from the parameter:
 
     expert = ByteMap.of(Region(4096, (8, 16), (32, 1), 2))
@@ -15,6 +15,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import itemgetter
 from typing import TypeAlias
 
 from sglang_loader.common.regions.arrangement import Read
@@ -26,13 +27,13 @@ Dims: TypeAlias = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class ByteMap:
-    """Maps the n-th byte of a tensor, in C order, to a byte of the parameter's full, dense memory.
+    """A map from the n-th byte of a tensor, in C order, to a byte of the parameter's dense memory.
 
-    n is a number with one digit for each dimension, as an index of a C array is.
+    n is a number with one digit for each dimension, like the index of a C array.
 
     Attributes:
         offset: place of the tensor's first byte.
-        dims: `(count, stride)` of as few dimensions as possible; digit i is below count i.
+        dims: `(count, stride)` of as few dimensions as possible. Digit i is below count i.
     """
 
     offset: int
@@ -40,7 +41,7 @@ class ByteMap:
 
     @classmethod
     def of(cls, region: Region) -> ByteMap:
-        """The map of a tensor whose elements lie in `region` of the parameter."""
+        """Make the map of a tensor whose elements lie in `region` of the parameter."""
         steps = [(n, s * region.itemsize) for n, s in zip(region.shape, region.stride, strict=True)]
         merged: list[tuple[int, int]] = []
         for count, stride in (*steps, (region.itemsize, 1)):
@@ -54,12 +55,12 @@ class ByteMap:
 
     @property
     def nbytes(self) -> int:
-        """Size of the tensor in bytes."""
+        """The size of the tensor in bytes."""
         return math.prod(count for count, _ in self.dims)
 
     @property
     def stop(self) -> int:
-        """End of the last byte in the parameter."""
+        """The end of the last byte in the parameter."""
         return self.offset + sum((count - 1) * stride for count, stride in self.dims) + 1
 
     @property
@@ -69,29 +70,29 @@ class ByteMap:
 
     @cached_property
     def place_values(self) -> tuple[int, ...]:
-        """By how much n grows if a digit grows by one."""
+        """The amounts by which n grows if a digit grows by one, for each digit."""
         return tuple(
             math.prod(count for count, _ in self.dims[i + 1 :]) for i in range(len(self.dims))
         )
 
     def digits(self, position: int) -> tuple[int, ...]:
-        """The digits of a position or of a stride."""
-        found = []
+        """Return the digits of a position or of a stride."""
+        digits = []
         for value in self.place_values:
             digit, position = divmod(position, value)
-            found.append(digit)
-        return tuple(found)
+            digits.append(digit)
+        return tuple(digits)
 
     def distance(self, digits: Sequence[int]) -> int:
-        """Bytes in the parameter from position 0 to the position of these digits."""
+        """Return the bytes in the parameter from position 0 to the position of these digits."""
         return sum(digit * stride for digit, (_, stride) in zip(digits, self.dims, strict=True))
 
 
 def compose(source: ByteMap, copy: StridedCopy) -> Iterator[StridedCopy]:
-    """A copy from a tensor, `src` in its C order, as copies from the parameter.
+    """Yield a copy from a tensor, `src` in its C order, as copies from the parameter.
 
-    It is cut where one strided set cannot describe it in the parameter: at the ends of the tensor's
-    consecutive bytes, and where a dimension of the copy spans several of the tensor's.
+    The copy is cut where one strided set cannot describe it in the parameter: at the ends of the
+    tensor's consecutive bytes, and where a dimension of the copy spans several of the tensor's.
     """
     if source.is_dense:
         yield replace(copy, src=source.offset + copy.src)
@@ -117,8 +118,8 @@ def compose(source: ByteMap, copy: StridedCopy) -> Iterator[StridedCopy]:
 
 
 def compose_read(source: ByteMap, read: Read) -> Iterator[Read]:
-    """`compose` for a read; `tensor` stays the same."""
-    if source.is_dense:  # most are: faster than `compose`
+    """Yield a read of a tensor as reads of the parameter. `tensor` stays the same."""
+    if source.is_dense:  # the usual case, and faster than `compose`
         yield replace(read, offset=source.offset + read.offset)
         return
     for part in compose(source, read.as_copy()):
@@ -128,14 +129,16 @@ def compose_read(source: ByteMap, read: Read) -> Iterator[Read]:
 def shard_copies(
     source: ByteMap, starts: Sequence[int], copy: StridedCopy
 ) -> Iterator[tuple[int, StridedCopy]]:
-    """A copy from a tensor as pairs of a shard of its parameter and a copy from it, in any order.
+    """Yield pairs of a shard of the parameter and a copy from the shard, in any order.
+
+    Together the copies do the same as a copy from a tensor of the parameter.
 
     Args:
         starts: offset of each shard in the parameter, ascending.
     """
     for part in compose(source, copy):
-        # The widest steps first: then a copy is cut once where a shard ends, not in every row.
-        dims = tuple(sorted(part.dims, key=lambda dim: -dim[1]))
+        # With the widest steps first, a copy is cut once where a shard ends, not in every row.
+        dims = tuple(sorted(part.dims, key=itemgetter(1), reverse=True))
         for cut in split_copy(replace(part, dims=dims), starts):
             shard = bisect_right(starts, cut.src) - 1
             yield shard, replace(cut, src=cut.src - starts[shard])
@@ -144,8 +147,11 @@ def shard_copies(
 def _cut(source: ByteMap, copy: StridedCopy) -> list[StridedCopy]:
     """Cut a copy that spans several of the tensor's dimensions into smaller ones.
 
-    Of 8 rows of 32 bytes, bytes 0 to 64 become one copy of 2 rows (`_factored`), bytes 16 to 80
-    three runs, which end at 32, 64 and 80, and 3 runs of 16 bytes, 48 apart, one copy each.
+    An example with 8 rows of 32 bytes:
+
+    - Bytes 0 to 64 become one copy of 2 rows (`_factored`).
+    - Bytes 16 to 80 become three runs, which end at 32, 64 and 80.
+    - 3 runs of 16 bytes, 48 apart, become one copy each.
     """
     unit = copy.unit
     whole = (*copy.dims, (copy.run, unit.src_bytes, unit.dst_bytes))
@@ -165,10 +171,8 @@ def _cut(source: ByteMap, copy: StridedCopy) -> list[StridedCopy]:
 
 
 def _factored(source: ByteMap, offset: int, dims: tuple[Dim, ...]) -> tuple[Dim, ...] | None:
-    """The dimensions, with one split where a dimension of the tensor ends; None if none can be.
-
-    `((64, 1, 1),)` from byte 0 of rows of 32 bytes is `((2, 32, 32), (32, 1, 1))`.
-    """
+    """Split one of the dimensions where a dimension of the tensor ends, or return None."""
+    # `((64, 1, 1),)` from byte 0 of rows of 32 bytes becomes `((2, 32, 32), (32, 1, 1))`.
     for i, (count, src, dst) in enumerate(dims):
         for value in source.place_values[:-1]:
             if src and src < value and value % src == 0:

@@ -1,9 +1,9 @@
-"""Strided copies as plain numbers: what a load plan is made of before it touches a tensor.
+"""Strided copies as plain numbers: the parts of a load plan before it touches a tensor.
 
-A `StridedCopy` moves bytes from one bucket (a flat byte buffer) into one destination storage. It is
-the product of `dims`, outermost first, each `(count, source stride, destination stride)` in bytes,
-around one innermost `run` of consecutive units. A unit is one byte for a copy that keeps the dtype,
-and one element for a copy that casts.
+A `StridedCopy` moves bytes from one bucket (a flat byte buffer) into one destination storage. A
+copy is the product of `dims`, outermost first, each `(count, source stride, destination stride)` in
+bytes, around one innermost `run` of consecutive units. A unit is one byte for a copy that keeps the
+dtype, and one element for a copy that casts.
 
     copy = describe_copy(0, Region(0, (4, 8), (8, 1), 2), Region(64, (4, 8), (16, 1), 2), BYTES)
     copy.dims, copy.run      # ((4, 16, 32),), 16
@@ -17,24 +17,28 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 Dim: TypeAlias = tuple[int, int, int]
-"""(count, source stride in bytes, destination stride in bytes)."""
+"""`(count, source stride in bytes, destination stride in bytes)`."""
 
 Runs: TypeAlias = tuple[npt.NDArray[np.int64], int]
-"""Starts (ascending) and length, in bytes, of runs of consecutive bytes."""
+"""The starts (ascending) and the length, in bytes, of runs of consecutive bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What one step of the innermost run is: bytes moved as they are, or elements converted.
+    """One step of the innermost run: bytes that are moved, or elements that are converted.
 
-    `src_bytes` and `dst_bytes` are the unit's size on each side; `cast` is `(source dtype,
-    destination dtype)` as any hashable values, or None where no conversion happens.
+    Attributes:
+        src_bytes: size of the unit in the source.
+        dst_bytes: size of the unit in the destination.
+        cast: `(source dtype, destination dtype)` as any hashable values, or None without a
+            conversion.
     """
 
     src_bytes: int = 1
@@ -55,14 +59,14 @@ class Region:
     itemsize: int
 
     def bounds(self) -> tuple[int, int]:
-        """The byte range [start, stop) that encloses the region; empty where a dimension is 0."""
+        """Return the byte range [start, stop) that encloses the region. Empty if the region is."""
         if 0 in self.shape:
             return self.offset, self.offset
         last = sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
         return self.offset, self.offset + (last + 1) * self.itemsize
 
     def runs(self) -> Runs:
-        """The runs of its bytes; none if it is empty."""
+        """Return the runs of the region's bytes. An empty region has none."""
         if 0 in self.shape:
             return np.empty(0, dtype=np.int64), 0
         strides = [stride * self.itemsize for stride in self.stride]
@@ -71,7 +75,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class StridedCopy:
-    """One copy out of a bucket, between byte offsets; `storage` is the destination's index."""
+    """One copy out of a bucket, between byte offsets. `storage` is the destination's index."""
 
     storage: int
     src: int
@@ -81,21 +85,21 @@ class StridedCopy:
     unit: Unit = BYTES
 
     def dst_bounds(self) -> tuple[int, int]:
-        """The byte range [start, stop) of the destination storage that encloses the copy."""
+        """Return the byte range [start, stop) of the destination storage that encloses the copy."""
         last = sum((count - 1) * dst_stride for count, _, dst_stride in self.dims)
         return self.dst, self.dst + last + self.run * self.unit.dst_bytes
 
     def src_bounds(self) -> tuple[int, int]:
-        """The byte range [start, stop) of the bucket that encloses what the copy reads."""
+        """Return the byte range [start, stop) of the bucket that encloses the bytes read."""
         last = sum((count - 1) * src_stride for count, src_stride, _ in self.dims)
         return self.src, self.src + last + self.run * self.unit.src_bytes
 
     def dst_runs(self) -> Runs:
-        """The runs that it writes in the destination."""
+        """Return the runs that the copy writes in the destination."""
         return _expanded(self.dst, *self._dst_side())
 
     def num_dst_runs(self) -> int:
-        """How many runs `dst_runs` would return, without making them."""
+        """Count the runs that `dst_runs` would return, without making them."""
         return math.prod(count for count, _, _ in self._dst_side()[0])
 
     def _dst_side(self) -> tuple[tuple[Dim, ...], int]:
@@ -104,12 +108,9 @@ class StridedCopy:
 
 
 def collapse(dims: Iterable[Dim], run: int, unit: Unit) -> tuple[tuple[Dim, ...], int]:
-    """The same set of moves with as few dimensions as possible, widest run innermost.
-
-    Dimensions are reordered by destination stride: a copy may be made in any order, as long as it
-    does not write one byte twice.
-    """
-    ordered = sorted((d for d in dims if d[0] != 1), key=lambda d: (-d[2], -d[1]))
+    """Return the same set of moves with as few dimensions as possible, widest run innermost."""
+    # Ordered by destination stride: a copy may run in any order if it writes no byte twice.
+    ordered = sorted((d for d in dims if d[0] != 1), key=itemgetter(2, 1), reverse=True)
     while ordered and ordered[-1][1:] == (run * unit.src_bytes, run * unit.dst_bytes):
         run *= ordered.pop()[0]
     merged: list[Dim] = []
@@ -122,7 +123,7 @@ def collapse(dims: Iterable[Dim], run: int, unit: Unit) -> tuple[tuple[Dim, ...]
 
 
 def broadcast_to(region: Region, shape: Sequence[int]) -> Region:
-    """`region` expanded to `shape` by numpy's rules (stride 0 along stretched dimensions)."""
+    """Expand `region` to `shape` by numpy's rules (stride 0 along stretched dimensions)."""
     lead = len(shape) - len(region.shape)
     stride = [0] * lead
     for have, step, want in zip(region.shape, region.stride, shape[lead:], strict=True):
@@ -133,9 +134,9 @@ def broadcast_to(region: Region, shape: Sequence[int]) -> Region:
 
 
 def describe_copy(storage: int, src: Region, dst: Region, unit: Unit) -> StridedCopy:
-    """The copy `dst[...] = src` (with broadcasting) as one `StridedCopy` with collapsed dimensions.
+    """Describe the copy `dst[...] = src` (with broadcasting) as one copy with collapsed dimensions.
 
-    The regions must not be empty; `unit` is `BYTES` when both sides have one dtype.
+    The regions must not be empty. `unit` is `BYTES` if both sides have one dtype.
     """
     if 0 in dst.shape:
         raise ValueError(f"an empty region cannot be described as a copy: shape {dst.shape}")
@@ -150,7 +151,7 @@ def describe_copy(storage: int, src: Region, dst: Region, unit: Unit) -> Strided
 def _one_side(
     counts: Iterable[int], strides: Iterable[int], run: int
 ) -> tuple[tuple[Dim, ...], int]:
-    """`collapse` for one side of a copy: `strides` and `run` in bytes; dense bytes are one run."""
+    """Collapse one side of a copy. `strides` and `run` are in bytes. Dense bytes are one run."""
     return collapse(((n, s, s) for n, s in zip(counts, strides, strict=True)), run, BYTES)
 
 
@@ -163,8 +164,9 @@ def _expanded(start: int, dims: Iterable[Dim], run: int) -> Runs:
 
 
 def split_copy(copy: StridedCopy, starts: Sequence[int]) -> Iterator[StridedCopy]:
-    """The same moves as copies that each read from one piece of the source only. Pieces begin at
-    `starts`, ascending, and no unit crosses a start.
+    """Yield the same moves as copies that each read from one part of the source only.
+
+    Parts begin at `starts`, ascending, and no unit crosses a start.
     """
     left = [copy]
     while left:
@@ -180,7 +182,7 @@ def split_copy(copy: StridedCopy, starts: Sequence[int]) -> Iterator[StridedCopy
 
 
 def _cut_run(copy: StridedCopy, starts: Sequence[int], i: int) -> Iterator[StridedCopy]:
-    """Cut a copy without dimensions at the starts from the `i`-th on; there may be thousands."""
+    """Cut a copy without dimensions at the starts from the `i`-th on. There may be thousands."""
     unit, src, dst, run = copy.unit, copy.src, copy.dst, copy.run
     while run:
         room = (starts[i] - src) // unit.src_bytes if i < len(starts) else run
@@ -193,8 +195,8 @@ def _cut_run(copy: StridedCopy, starts: Sequence[int], i: int) -> Iterator[Strid
 def _cut(copy: StridedCopy, room: int) -> list[StridedCopy]:
     """Cut along the outermost dimension: first a part of up to `room` bytes, or one step."""
     (count, src_stride, dst_stride), *inner = copy.dims
-    one = replace(copy, dims=tuple(inner))
-    extent = one.src_bounds()[1] - copy.src
+    step = replace(copy, dims=tuple(inner))
+    extent = step.src_bounds()[1] - copy.src
     fitting = (room - extent) // src_stride + 1 if src_stride and room >= extent else 0
     fitting = max(1, min(fitting, count))
 

@@ -19,7 +19,10 @@ Interval: TypeAlias = tuple[int, int]
 
 
 def merge(intervals: Iterable[Interval]) -> list[Interval]:
-    """Sorted, disjoint intervals of the same bytes: touching ones joined, empty ones dropped."""
+    """Merge intervals into sorted, disjoint ones of the same bytes.
+
+    Touching intervals are joined, empty ones are dropped.
+    """
     merged: list[Interval] = []
     for start, stop in sorted(i for i in intervals if i[0] < i[1]):
         if merged and start <= merged[-1][1]:
@@ -30,12 +33,12 @@ def merge(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def merge_runs(runs: Iterable[tuple[npt.NDArray[np.int64], int]]) -> list[Interval]:
-    """`merge` of runs given as `(starts, length)` arrays: millions in well under a second."""
-    pieces = [(starts, starts + length) for starts, length in runs if length and len(starts)]
-    if not pieces:
+    """Merge runs given as `(starts, length)` arrays: millions in well under a second."""
+    ends = [(starts, starts + length) for starts, length in runs if length and len(starts)]
+    if not ends:
         return []
-    start = np.concatenate([piece[0] for piece in pieces])
-    stop = np.concatenate([piece[1] for piece in pieces])
+    start = np.concatenate([starts for starts, _ in ends])
+    stop = np.concatenate([stops for _, stops in ends])
     order = np.argsort(start, kind="stable")
     start, reach = start[order], np.maximum.accumulate(stop[order])
     first = np.flatnonzero(np.concatenate(([True], start[1:] > reach[:-1])))
@@ -43,39 +46,40 @@ def merge_runs(runs: Iterable[tuple[npt.NDArray[np.int64], int]]) -> list[Interv
     return list(zip(start[first].tolist(), reach[last].tolist(), strict=True))
 
 
-def contains(merged: Sequence[Interval], wanted: Interval) -> bool:
-    """Whether `wanted` lies wholly inside the intervals of `merged` (the output of `merge`)."""
-    if wanted[0] >= wanted[1]:
+def contains(merged: Sequence[Interval], interval: Interval) -> bool:
+    """Return True if `interval` lies inside one interval of `merged` (a result of `merge`)."""
+    start, stop = interval
+    if start >= stop:
         return True
-    at = bisect_right(merged, (wanted[0], 1 << 63)) - 1
-    return at >= 0 and merged[at][0] <= wanted[0] and wanted[1] <= merged[at][1]
+    at = bisect_right(merged, (start, 1 << 63)) - 1
+    return at >= 0 and merged[at][0] <= start and stop <= merged[at][1]
 
 
-def meets(intervals: Iterable[Interval], wanted: Interval) -> bool:
-    """Whether any byte of `wanted` is in one of `intervals`, in any order."""
-    first, end = wanted
+def meets(intervals: Iterable[Interval], interval: Interval) -> bool:
+    """Return True if any byte of `interval` is in one of `intervals`, which may have any order."""
+    first, end = interval
     return first < end and any(start < end and first < stop for start, stop in intervals)
 
 
 def subtract(merged: Sequence[Interval], removed: Iterable[Interval]) -> list[Interval]:
-    """The bytes of `merged` that are in none of `removed`."""
+    """Return the bytes of `merged` that are in none of `removed`."""
     left: list[Interval] = []
     cuts = merge(removed)
     at = 0
     for start, stop in merged:
         while at < len(cuts) and cuts[at][1] <= start:
             at += 1
-        here = at
-        while here < len(cuts) and cuts[here][0] < stop:
-            if start < cuts[here][0]:
-                left.append((start, cuts[here][0]))
-            start = max(start, cuts[here][1])
-            here += 1
+        i = at
+        while i < len(cuts) and cuts[i][0] < stop:
+            if start < cuts[i][0]:
+                left.append((start, cuts[i][0]))
+            start = max(start, cuts[i][1])
+            i += 1
         if start < stop:
             left.append((start, stop))
     return left
 
 
 def num_bytes(merged: Iterable[Interval]) -> int:
-    """Bytes covered by disjoint intervals."""
+    """Count the bytes of disjoint intervals."""
     return sum(stop - start for start, stop in merged)

@@ -1,13 +1,13 @@
 """One end of a session's socket: typed messages, bounded waits, and notice of the peer's death.
 
-A zmq PAIR: the trainer binds in a folder that only its user may enter (`ipc://`), or for an engine
-on another host at a free port (`tcp://`); the engine connects. A monitor on the socket reports at
-once when the peer's process is gone, also across PID namespaces, but not while a child that it has
-forked keeps its end open.
+The socket is a zmq PAIR. The trainer binds in a folder that only its user may enter (`ipc://`), or
+for an engine on another host at a free port (`tcp://`). The engine connects. A monitor on the
+socket reports at once that the peer's process is gone, also across PID namespaces. The report is
+late if a child that the process has forked keeps its end open.
 
-The trainer still reads the last messages of a dead engine, which say why it failed. The engine must
-not act on messages of a trainer that has given up since: on its end an Abort overtakes the messages
-that wait, and these are dropped once the trainer is gone.
+The trainer still reads the last messages of a dead engine, which have the reason of the failure.
+The engine must not act on messages of a trainer that has given up since. So on the engine's end an
+Abort overtakes the messages that wait, and these are dropped once the trainer is gone.
 """
 
 from __future__ import annotations
@@ -32,17 +32,23 @@ POLL_MS = 100
 CONNECT_TIMEOUT_S = 5.0
 GRACE_MS = 1000
 NEVER_MS = 24 * 3600 * 1000
-"""Delay of a reconnection, which must not happen: another trainer may have got the same port. zmq's
-own "never" would also drop messages that have come before.
+"""Delay of a reconnection. None must happen: another trainer may have got the same port. zmq's own
+"never" would also drop messages that have come before.
 """
 
 Received = TypeVar("Received", bound=FromTrainer | FromEngine)
 
 
 class Channel(Generic[Received]):
-    """Sends and receives the messages of one session. A context manager. The trainer's end binds.
-    `address`: another way to the same endpoint, for the engine's end. `has_heard`: anything has
-    come from the peer, even if it was refused.
+    """One end of a session's connection. A context manager. The trainer's end binds.
+
+    Args:
+        endpoint: zmq address of the session.
+        bind: True for the trainer's end.
+        address: another address of the same endpoint, for the engine's end.
+
+    Attributes:
+        has_heard: the peer has sent something, even if it was refused.
     """
 
     def __init__(self, endpoint: str, *, bind: bool, address: str | None = None) -> None:
@@ -81,8 +87,11 @@ class Channel(Generic[Received]):
         self._poller.register(self._monitor, zmq.POLLIN)
 
     def begin(self, token: str, *, timeout_s: float) -> None:
-        """Begin the session: each message sent or received must have its token, and no wait for a
-        message takes longer than `timeout_s` seconds.
+        """Begin the session.
+
+        Args:
+            token: the session's token, which each message sent or received must have.
+            timeout_s: longest time that a wait for a message may take, in seconds.
         """
         self._token, self._timeout_s = token, timeout_s
 
@@ -103,7 +112,7 @@ class Channel(Generic[Received]):
         Raises:
             SessionError: there is no peer.
         """
-        self._look_at_peer()  # the socket itself may take a millisecond longer to notice
+        self._look_at_peer()  # the monitor may be a millisecond faster than the socket
         try:
             if self._is_peer_gone:
                 raise zmq.Again
@@ -114,8 +123,11 @@ class Channel(Generic[Received]):
     def receive(
         self, *, timeout_s: float | None = None, watch: Callable[[], None] | None = None
     ) -> Received:
-        """The peer's next message. `timeout_s`: a shorter limit than the session's; `watch`: called
-        every `POLL_MS`, may end the wait by raising.
+        """Return the peer's next message.
+
+        Args:
+            timeout_s: a shorter limit than the session's, in seconds.
+            watch: called every `POLL_MS`. May end the wait by raising.
 
         Raises:
             SessionError: silence, a dead peer, a wrong token or version, or not a message.
@@ -126,7 +138,10 @@ class Channel(Generic[Received]):
         return self._received.popleft()
 
     def wait(self, limit_s: float, watch: Callable[[], None] | None = None) -> bool:
-        """Wait for a message; False if there is none after `limit_s`. `watch`: as for `receive`.
+        """Wait for a message. Return False if there is none after `limit_s`.
+
+        Args:
+            watch: as for `receive`.
 
         Raises:
             SessionError: a dead peer, or as for `receive`.
@@ -139,7 +154,7 @@ class Channel(Generic[Received]):
                 try:
                     watch()
                 except Exception:
-                    # A message that the peer has sent before explains more than this error.
+                    # A message that the peer sent earlier explains more than this error.
                     if self._socket.poll(GRACE_MS) and self.has_message():
                         return True
                     raise
@@ -155,10 +170,11 @@ class Channel(Generic[Received]):
             self._poller.poll(POLL_MS)
 
     def has_message(self) -> bool:
-        """True if `receive` would return at once.
+        """Return True if `receive` would return at once.
 
         Raises:
-            SessionError: a wrong token or version, or not a message; the engine's end: a dead peer.
+            SessionError: a wrong token or version, not a message, or on the engine's end a dead
+                peer.
         """
         self._look_at_peer()
         while self._socket.poll(0):
@@ -178,7 +194,7 @@ class Channel(Generic[Received]):
         """Wait until the engine's end is connected.
 
         Raises:
-            SessionError: nobody listens at the endpoint.
+            SessionError: no process listens at the endpoint.
         """
         self._look_at_peer()
         while self._connect_deadline is not None:
@@ -198,7 +214,7 @@ class Channel(Generic[Received]):
                 self._connect_deadline = None
             elif event == zmq.EVENT_DISCONNECTED:
                 self._is_peer_gone = True
-            elif self._connect_deadline is not None:  # refused; the next attempt is in NEVER_MS
+            elif self._connect_deadline is not None:  # refused, and never tried again
                 self._connect_deadline = 0.0
 
     def _checked(self, data: bytes) -> Received:
@@ -209,7 +225,7 @@ class Channel(Generic[Received]):
         return message
 
     def close(self) -> None:
-        """Close the socket; zmq goes on sending for up to `LINGER_MS`."""
+        """Close the socket. zmq goes on sending for up to `LINGER_MS`."""
         self._close()
 
     def __enter__(self) -> Channel[Received]:
@@ -220,10 +236,9 @@ class Channel(Generic[Received]):
 
 
 def _close(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes], bound_at: Path | None) -> None:
-    """Close the sockets in this order, also of a channel that was never closed: an event for a
-    monitor that is closed first would block zmq's thread, and every socket of the process, for
-    ever.
-    """
+    """Close the sockets, also of a channel that was never closed."""
+    # In this order: an event for a monitor that is closed first would block zmq's thread, and every
+    # socket of the process, for ever.
     socket.disable_monitor()
     socket.close()
     monitor.close()
@@ -232,12 +247,12 @@ def _close(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes], bound_at: Path
 
 
 def trainer_end(endpoint: str) -> Channel[FromEngine]:
-    """Bind a new socket; `endpoint` is a free zmq address."""
+    """Bind a new socket. `endpoint` is a free zmq address."""
     return Channel(endpoint, bind=True)
 
 
 def trainer_end_on_network(host: str) -> Channel[FromEngine]:
-    """Bind a new socket at a free port of all interfaces; `host`: this one's name for engines."""
+    """Bind a new socket at a free port of all interfaces. `host`: this host's name for engines."""
     channel = trainer_end("tcp://*:*")
     port = channel.bound_to.rpartition(":")[2]
     channel.endpoint = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
@@ -245,17 +260,17 @@ def trainer_end_on_network(host: str) -> Channel[FromEngine]:
 
 
 def engine_end(endpoint: str, *, is_signed: bool = False) -> Channel[FromTrainer]:
-    """Connect to a trainer's socket; on another host only if the descriptor `is_signed`.
+    """Connect to a trainer's socket, on another host only if the descriptor `is_signed`.
 
     Raises:
-        SessionError: the address is not allowed, or nobody listens there.
+        SessionError: the address is not allowed, or no process listens there.
     """
     if is_signed and endpoint.startswith("tcp://"):
         return Channel(endpoint, bind=False)
     with checked_address(endpoint) as address:
         channel: Channel[FromTrainer] = Channel(endpoint, bind=False, address=address)
         try:
-            # zmq connects in a thread, by an address that is the trainer's in this body alone.
+            # zmq connects in a thread. The address is the trainer's only in this body.
             channel.wait_connected()
         except SessionError:
             channel.close()

@@ -1,9 +1,10 @@
 """The private folder in which a trainer's process keeps the sockets of its sessions.
 
 A folder `weight-sync-*` (mode 0700) holds the sockets, a list of the shared memory that the process
-has shared, and a file that it keeps locked as long as it lives. A process that was killed cannot
-clean up: the next one that makes a folder removes those without a lock, and the shared memory that
-they list. What a cleaner of temporary files removes of a living process's folder is made again.
+has shared, and a file that the process keeps locked as long as it lives. A process that was killed
+cannot clean up. The next process that makes a folder removes the folders without a lock, and the
+shared memory that they list. A cleaner of temporary files may remove files of a living process's
+folder. They are made again.
 
     folder = SessionFolder()               # trainer
     endpoint = folder.new_endpoint()
@@ -35,19 +36,20 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "weight-sync-"
 UNFINISHED = f".{PREFIX}"
-"""Prefix of a folder that has no lock yet."""
+"""The prefix of a folder that has no lock yet."""
 MAX_PARENT_CHARS = 70  # a UNIX socket's path has 107
 SHORT_PARENT = Path("/tmp")
 ATTEMPTS = 5
 RESTORE_EVERY_S = 1.0
 STALE_S = 3600.0
-"""Age of an unfinished folder without a lock, which takes milliseconds to make, at its removal."""
+"""The age at which an unfinished folder without a lock is removed. Making a folder takes
+milliseconds."""
 _LOCK = "owner"
 _SHARED_MEMORY = "shared-memory"
 
 
 class SessionFolder:
-    """See the module; removed with this object, or when its process ends."""
+    """The folder of this process. It is removed with this object, or when its process ends."""
 
     def __init__(self) -> None:
         remove_orphans()
@@ -56,13 +58,13 @@ class SessionFolder:
         self._make()
 
     def new_endpoint(self) -> str:
-        """An unused zmq address in the folder."""
+        """Return an unused zmq address in the folder."""
         self._restore()
         self._num_sockets += 1
         return f"ipc://{self.path}/{self._num_sockets}"
 
     def record(self, handle: BufferHandle) -> None:
-        """List the shared memory of a handle, which others remove if this process is killed."""
+        """List the shared memory of a handle. Others remove it if this process is killed."""
         name = handle.name if isinstance(handle, CpuHandle) else handle.counter_file
         if time.monotonic() >= self._restore_at:  # there may be thousands of handles in each sync
             self._restore()
@@ -73,8 +75,8 @@ class SessionFolder:
 
     def _make(self) -> None:
         for attempt in range(1, ATTEMPTS + 1):
-            # Under another name until it is locked: else another process might take it for an
-            # orphan.
+            # The folder has another name until it is locked. Otherwise another process might take
+            # it for an orphan.
             made = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=_parent()))
             try:
                 self._fill(made)
@@ -86,9 +88,9 @@ class SessionFolder:
         self._finalizer = weakref.finalize(self, _remove_own, self.path, os.getpid())
 
     def _fill(self, path: Path) -> None:
-        """Make the lock and the list. Neither has its name before it is complete: a lock that
-        another process finds open is a dead process's.
-        """
+        """Make the lock and the list."""
+        # Neither file has its name before it is complete: a lock that another process finds
+        # unlocked is a dead process's.
         lock, listed = (path / f".{name}" for name in (_LOCK, _SHARED_MEMORY))
         self._lock = lock.open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -100,13 +102,13 @@ class SessionFolder:
         self._restore_at = time.monotonic() + RESTORE_EVERY_S
 
     def _restore(self) -> None:
-        """Make what a cleaner of temporary files has removed, the folder or files in it."""
+        """Make the folder and its files again if a cleaner of temporary files has removed them."""
         self._restore_at = time.monotonic() + RESTORE_EVERY_S
         if _is_at(self.path / _LOCK, self._lock) and _is_at(self.path / _SHARED_MEMORY, self._list):
             return
         logger.warning(
-            "something has removed %s or files in it, which are made again now. A sync that runs "
-            "in such a moment can fail: leave %s* out where temporary files are cleaned",
+            "a cleaner of temporary files has removed %s or files in it. They are made again. A "
+            "sync that runs in such a moment can fail: exclude %s* from the cleaning",
             self.path,
             self.path.parent / PREFIX,
         )
@@ -152,25 +154,27 @@ def _remove_if_orphan(path: Path, folder: int) -> None:
 
 
 def _parent() -> Path:
-    """The folder for temporary files, or one with a shorter path, or one that is there."""
+    """Return the folder for temporary files, or `SHORT_PARENT` if its path is long or missing."""
     parent = Path(tempfile.gettempdir())
     return parent if len(str(parent)) <= MAX_PARENT_CHARS and parent.is_dir() else SHORT_PARENT
 
 
 @contextmanager
 def checked_address(endpoint: str) -> Iterator[str]:
-    """Check that an address is a socket in such a folder of this user. Yields another address of
-    the same socket, which stays the same socket's in the body whatever becomes of the path.
+    """Check that an address is a socket in such a folder of this user.
+
+    Yields another address of the same socket. In the body, the other address stays that of the same
+    socket, whatever becomes of the path.
 
     Raises:
-        SessionError: it is anything else.
+        SessionError: the address is no such socket.
     """
     path = Path(endpoint.removeprefix("ipc://"))
     try:
         if not endpoint.startswith("ipc:///") or not path.parent.name.startswith(PREFIX):
             raise ValueError("another form of address")
-        # Another user may swap a link above the folder at any time, hence the open folder. Nobody
-        # else may swap what is in it.
+        # Another user may swap a link above the folder at any time, so the folder is kept open. No
+        # other user may swap its files.
         folder = open_private(path.parent)
     except (OSError, ValueError) as error:
         raise _not_allowed(endpoint, error) from None
@@ -200,22 +204,22 @@ def _remove_own(path: Path, owner: int) -> None:
 
 
 def open_private(path: Path) -> int:
-    """Open a folder that nobody but this user owns and may enter. Returns its descriptor.
+    """Open a folder that only this user owns and may enter. Return its descriptor.
 
     Raises:
-        OSError: it is anything else, such as a link.
+        OSError: the path is no such folder, but a link, for example.
         ValueError: the path has a null byte.
     """
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    found = os.fstat(folder)
-    if found.st_mode & 0o077 or found.st_uid != os.geteuid():
+    status = os.fstat(folder)
+    if status.st_mode & 0o077 or status.st_uid != os.geteuid():
         os.close(folder)
         raise PermissionError("another user owns the folder or may enter it")
     return folder
 
 
 def _is_at(path: Path, file: IO[str]) -> bool:
-    """True if the path is still that of the open file."""
+    """Return True if the path is still that of the open file."""
     try:
         return os.path.samestat(path.lstat(), os.fstat(file.fileno()))
     except OSError:
@@ -227,12 +231,9 @@ def _open_in(folder: int, name: str, mode: str) -> IO[str]:
 
 
 def _try_lock(folder: int) -> IO[str] | None:
-    """The folder's lock, held until it is closed; None if a living process holds it.
-
-    Raises:
-        FileNotFoundError: there is none. Making one here could leave it in a folder that another
-            process is removing.
-    """
+    """Lock the folder until the file is closed. Return None if a living process holds the lock."""
+    # FileNotFoundError if there is no lock. None is made: another process may be removing the
+    # folder, and would leave the new file behind.
     file = _open_in(folder, _LOCK, "r+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
 """Messages of one sync session between a trainer rank and an engine rank, on its device or another.
 
-The `update_weights_from_tensor` request that opens a session has only its descriptor. All else goes
-over a socket that the trainer binds, in a private folder of the host that they share:
+The `update_weights_from_tensor` request that opens a session has only its descriptor. All other
+messages go over a socket that the trainer binds, in a private folder of the host that they share:
 
     engine                                   trainer
     Hello(what it has and holds)      ->
@@ -18,31 +18,32 @@ over a socket that the trainer binds, in a private folder of the host that they 
                                       <-     Abort(reason), at any time
     Failed(traceback), at any time    ->
 
-Loaded is the engine's acknowledged prepare: all its TP ranks have loaded the sync, and have judged
-together that it fits the model and passes its proof. After that only a process that dies keeps one
-replica from publishing what another publishes. The engine publishes weights only after the Commit,
-by which the trainer confirms that on every rank its memory was unchanged until it was read. An
-Abort, or the trainer's death, overtakes all earlier messages: a slow engine must not act on a sync
-that its trainer has given up.
+Loaded is the engine's acknowledged prepare. All TP ranks of the engine have loaded the sync. They
+have judged together that the sync fits the model and passes its proof. From then on, all replicas
+publish the sync unless a process dies. The engine publishes weights only after the Commit. With the
+Commit the trainer confirms that on every rank its memory was unchanged until the engine had read
+it. An Abort, or the trainer's death, overtakes all earlier messages: a slow engine must not act on
+a sync that its trainer has given up.
 
 Hello names the load plan that the engine holds, and the arrangements by which buckets may come in
-this sync (see `layout`); any bucket may come whole. Loaded brings the arrangements that the trainer
+this sync (see `layout`). Any bucket may come whole. Loaded brings the arrangements that the trainer
 does not have yet.
 
 A descriptor with a `proof` opens a session that must leave the weights as they are, bit for bit
 (`session.proof`).
 
 An engine on other devices has a session with the trainer's first rank, over TCP, and gets the bytes
-in an update group (`broadcast.update_group`): by broadcast, or from all trainer ranks, each of
-which sends the part of its shards that the engine reads; a LoadBucket's pieces then lie in what was
-received. The engine answers Receiving when a buffer is free and it has begun to receive; the
-trainer sends when all engine ranks have, so that it never waits in gloo, which has no abort, for an
-engine that has failed. If Loaded names the trainer's own host, the engine may map the trainer
-ranks' parameters instead. The descriptor is signed with a secret of the group's ranks, so that an
-engine connects to nobody else.
+in an update group (`broadcast.update_group`). The bytes come by broadcast, or from all trainer
+ranks. In the second case each rank sends the part of its shards that the engine reads, and the
+pieces of a LoadBucket lie in the received bytes. The engine sends Receiving when a buffer is free
+and the engine has begun to receive. The trainer sends the bytes when it has Receiving from all
+engine ranks. So the trainer never waits in gloo, which has no abort, for an engine that has failed.
+If Loaded names the trainer's own host, the engine may map the trainer ranks' parameters instead.
+The descriptor is signed with a secret of the group's ranks, so that an engine connects to no other
+process.
 
-Every message carries the version and the session's token. msgspec rejects a missing field, a wrong
-type, a number out of its range or an unknown field; nothing is unpickled. The version changes
+Every message has the version and the session's token. msgspec rejects a missing field, a wrong
+type, a number out of its range or an unknown field. Nothing is unpickled. The version changes
 whenever a field does.
 """
 
@@ -62,50 +63,54 @@ from sglang_loader.common.shared_memory import CpuHandle, CudaHandle
 
 SESSION_VERSION = 18
 SESSION_FORMAT = "sglang_loader.session"
-"""`load_format` of the request that opens a session: one descriptor for each TP rank."""
+"""`load_format` of the request that opens a session. The request has a descriptor for each TP rank.
+"""
 
 
 MAX_TIMEOUT_S = 86_400.0
-"""Largest `timeout_s` of a descriptor: an engine that waits for a trainer serves no requests."""
+"""The largest `timeout_s` of a descriptor. An engine that waits for a trainer serves no requests.
+"""
 
 
 Proof = Literal["none", "route", "served"]
-"""The kind of proof that a session makes. "route": it brings the weights that the engine holds, by
-the way that is to be proven, and the engine refuses other bytes. "served": it brings a full export,
-which goes through `load_weights`, and the engine reports what it held with other bytes before.
+"""The kind of proof that a session makes.
+
+"route": the session brings the weights that the engine holds, by the route that is to be proven,
+and the engine refuses other bytes. "served": the session brings a full export through
+`load_weights`, and the engine reports the tensors that it held with other bytes.
 """
 
 Words: TypeAlias = Annotated[int, msgspec.Meta(ge=0, multiple_of=8)]
-"""A number of bytes that are whole words of an all-to-all."""
+"""A number of bytes, in whole words of an all-to-all."""
 
 
 class SessionError(RuntimeError):
-    """The session failed: the peer violated the protocol, is gone, or is silent."""
+    """A failed session: the peer violated the protocol, is gone, or is silent."""
 
 
 class PeerLost(SessionError):
-    """The peer is gone, or did not answer within the time limit."""
+    """A peer that is gone, or did not answer within the time limit."""
 
 
 class SessionDescriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Invites one engine rank to a session.
+    """The invitation of one engine rank to a session.
 
     Attributes:
         version: `SESSION_VERSION` of the trainer.
         endpoint: zmq address that the trainer rank has bound.
-        token: random; each message must carry it.
+        token: a random text that each message must carry.
         timeout_s: longest silence that either side tolerates, in seconds.
-        uses_plan: replay a load plan, or make one; False: load every bucket with the model's own
-            loader.
-        manifest_check: if the tensors do not fit the model or are not all of it, fail
-            ("error"); "off": do not check.
+        uses_plan: if True, replay a load plan, or make one. If False, load every bucket with the
+            model's own `load_weights`.
+        manifest_check: "error" fails the sync if the tensors do not fit the model or are
+            incomplete. "off" does not check.
         proof: what this session proves, see `Proof`.
         syncs_draft: with speculative decoding, load the draft model as well as its target.
         host: the trainer rank's, see `Loaded`.
-        group: name of the update group in which buckets come, unless they are `read_only`; "": the
-            engine maps all.
-        senders: name of the update group in which all trainer ranks send; "" if there is none.
-        signature: see `signed`; "" without a group.
+        group: name of the update group in which buckets come, unless they are `read_only`. If "",
+            the engine maps all buckets.
+        senders: name of the update group in which all trainer ranks send, or "" if there is none.
+        signature: see `signed`. "" without a group.
     """
 
     version: int
@@ -128,13 +133,14 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unkno
 
 
 class Hello(_Message, frozen=True, kw_only=True):
-    """Engine: ready for the session.
+    """The engine's message that it is ready for the session.
 
     Attributes:
         buffers: names of buffers that are still mapped from an earlier session.
-        plan: name of the load plan by which this sync may be loaded; "": there is none.
-        arrangements: digest of the arrangements by which buckets may come; "": all must be whole.
-        wants_proof: a user has asked the engine's server for a proof of this sync.
+        plan: name of the load plan by which this sync may be loaded, or "" if there is none.
+        arrangements: digest of the arrangements by which buckets may come. If "", all must be
+            whole.
+        wants_proof: a user has requested a proof of this sync from the engine's server.
     """
 
     buffers: list[str]
@@ -144,7 +150,7 @@ class Hello(_Message, frozen=True, kw_only=True):
 
 
 class Welcome(_Message, frozen=True, kw_only=True):
-    """Trainer: LoadBucket messages will follow."""
+    """The trainer's message that LoadBucket messages will follow."""
 
 
 class SharedBuffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -152,9 +158,9 @@ class SharedBuffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     Attributes:
         slot: its number in the pieces of this session.
-        name: of one block of memory for as long as it is allocated.
-        handle: None if the engine still has the buffer mapped: torch counts the receivers of a
-            handle, so each handle is sent once.
+        name: name of one block of memory for as long as the block is allocated.
+        handle: None if the engine still has the buffer mapped. Each handle is sent once, because
+            torch counts the receivers of a handle.
         keep: keep the buffer mapped after the session.
     """
 
@@ -165,17 +171,17 @@ class SharedBuffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class BucketPiece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Consecutive bytes of a bucket, and where they are.
+    """Consecutive bytes of a bucket, and their places in buffers.
 
     Attributes:
         slot: the buffer.
         offset: offset of the first byte in that buffer, or in the concatenated `shards`.
         start: offset of the first byte in the bucket's layout.
         nbytes: length.
-        dims: `(count, stride in bytes)`, outermost first, as in `ByteMap`; () if the bytes are
+        dims: `(count, stride in bytes)`, outermost first, as in `ByteMap`, or () if the bytes are
             consecutive.
         shards: `(slot, offset, length)` of parts of buffers that the bytes are spread over, none
-            empty, the first in `slot`; () if they are in one buffer.
+            empty, the first in `slot`, or () if the bytes are in one buffer.
     """
 
     slot: Size
@@ -187,25 +193,26 @@ class BucketPiece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
     @property
     def bytes(self) -> ByteMap:
-        """Places of its bytes in the buffer, or in the concatenated shards."""
+        """The places of the piece's bytes in the buffer, or in the concatenated shards."""
         return ByteMap(self.offset, self.dims or ((self.nbytes, 1),))
 
 
 class LoadBucket(_Message, frozen=True, kw_only=True):
-    """Trainer: load a bucket.
+    """The trainer's message to load a bucket.
 
     Attributes:
         index: position in the session, from 0.
         buffers: buffers of its pieces that no earlier bucket of this session had.
-        pieces: where its bytes are, by ascending `start`: one piece if it was packed, several if it
-            is exchanged or pulled; in slot 0, the receive buffer, if it is broadcast or sent. As
-            `encode_pieces` writes them, since they are the same in most syncs.
-        layout: as `encode_layout` writes it, for the same reason.
+        pieces: the places of its bytes, by ascending `start`, as `encode_pieces` writes them. A
+            packed bucket has one piece. A bucket that is exchanged or pulled has several. A bucket
+            that is broadcast or sent lies in slot 0, the receive buffer.
+        layout: as `encode_layout` writes it. Layouts and pieces are encoded because they are the
+            same in most syncs.
         read_only: the pieces are the trainer ranks' own parameters, which the engine maps also in a
-            session with a group; pieces may end anywhere in a tensor.
+            session with a group. Pieces may end anywhere in a tensor.
         arranged: only the arranged bytes come, by the arrangements that Hello names.
         receives: for each all-to-all in which the bucket is sent, the bytes from each rank of the
-            group; they are received one after the other.
+            group. The all-to-alls are received one after the other.
     """
 
     index: int
@@ -218,8 +225,12 @@ class LoadBucket(_Message, frozen=True, kw_only=True):
 
 
 class Finish(_Message, frozen=True, kw_only=True):
-    """Trainer: all buckets were announced; the counts of the whole session. `arrangements`: digest
-    of those that the trainer has; None: it wants none.
+    """The trainer's message that all buckets were announced.
+
+    Attributes:
+        num_buckets: in the whole session.
+        num_tensors: in the whole session.
+        arrangements: digest of the arrangements that the trainer has, or None if it wants none.
     """
 
     num_buckets: int
@@ -228,10 +239,10 @@ class Finish(_Message, frozen=True, kw_only=True):
 
 
 class Commit(_Message, frozen=True, kw_only=True):
-    """Trainer: all engine ranks have read all buckets; publish the weights.
+    """The trainer's message that the weights may be published: all engine ranks have read them.
 
     Attributes:
-        is_last: False: another session of the same sync follows at once, and no request may run
+        is_last: if False, another session of the same sync follows at once, and no request may run
             before it has ended.
     """
 
@@ -239,41 +250,46 @@ class Commit(_Message, frozen=True, kw_only=True):
 
 
 class Abort(_Message, frozen=True, kw_only=True):
-    """Trainer: the sync has failed."""
+    """The trainer's message that the sync has failed."""
 
     reason: str
 
 
 class BucketDone(_Message, frozen=True, kw_only=True):
-    """Engine: the device has finished with the bucket, whose memory may be written again."""
+    """The engine's message that the device has finished with a bucket.
+
+    The bucket's memory may be written again.
+    """
 
     index: int
 
 
 class Receiving(_Message, frozen=True, kw_only=True):
-    """Engine: it is ready to receive the bucket, and the trainer may send it."""
+    """The engine's message that it is ready to receive a bucket. The trainer may send the bytes."""
 
     index: int
 
 
 MAKING_PLAN = "the plan is being made"
-"""`Loaded.reason` of a first sync, which is no problem."""
+"""`Loaded.reason` of a first sync. This reason is no problem."""
 
 
 class Loaded(_Message, frozen=True, kw_only=True):
-    """Engine: all weights of this rank are in place; it has stopped reading the trainer's memory.
+    """The engine's message that all weights of this rank are in place.
+
+    The engine rank has stopped reading the trainer's memory.
 
     Attributes:
-        num_replayed: buckets loaded by the compiled plan.
-        num_eager: buckets loaded by the model's own loader.
-        reason: why not all were replayed, or None.
+        num_replayed: buckets loaded by the load plan.
+        num_eager: buckets loaded by the model's own `load_weights`.
+        reason: the reason why not all buckets were replayed, or None.
         may_read_in_place: a plan holds, so that later buckets may be the trainer's own memory.
-        differing: in a session with proof "served", the tensors that the engine held with other
-            bytes than the export has, on this rank.
+        differing: in a session with proof "served", the tensors that this rank held with other
+            bytes than the export has.
         num_alike: in a session with a proof, the storages that hold the same bytes as another.
         host: the same in processes that may be able to map each other's memory.
-        arrangements: encoded, for later syncs; None if the trainer has them or wants none.
-        seconds: how the engine rank spent the session: "waiting" for the trainer, "launching"
+        arrangements: encoded, for later syncs, or None if the trainer has them or wants none.
+        seconds: the engine rank's time in the session: "waiting" for the trainer, "launching"
             (Python code and eager loads), "copying" (waiting for the device), "proving" (taking
             digests, in a session with a proof).
     """
@@ -290,8 +306,9 @@ class Loaded(_Message, frozen=True, kw_only=True):
 
 
 class Published(_Message, frozen=True, kw_only=True):
-    """Engine: the weights are in place on all TP ranks, and the prefix cache was dropped. The reply
-    to the request that opened the session says the same, later.
+    """The engine's message that all TP ranks serve the weights, without an old prefix cache.
+
+    The reply to the request that opened the session reports the same, later.
     """
 
 
@@ -299,13 +316,13 @@ FailureKind = Literal["other", "cannot_map", "differs", "misfit"]
 
 
 class Failed(_Message, frozen=True, kw_only=True):
-    """Engine: loading failed here, or on another TP rank.
+    """The engine's message that loading failed on this or another TP rank.
 
     Attributes:
         traceback: with the TP rank.
-        failure: "cannot_map": this process cannot map the trainer's memory, and has read nothing.
-            "differs": the proof has failed. "misfit": the tensors do not fit the model, and would
-            not if they were sent again.
+        failure: "cannot_map" if this process cannot map the trainer's memory, and has read nothing.
+            "differs" if the proof has failed. "misfit" if the tensors do not fit the model, and a
+            repetition would not help.
     """
 
     traceback: str
@@ -320,7 +337,7 @@ _encoder = msgspec.msgpack.Encoder()
 FROM_TRAINER: msgspec.msgpack.Decoder[FromTrainer] = msgspec.msgpack.Decoder(FromTrainer)
 FROM_ENGINE: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 PIECES = msgspec.msgpack.Decoder(list[BucketPiece])
-"""Decoders, for `decode`."""
+"""A decoder of pieces. These three decoders are arguments of `decode`."""
 _descriptor = msgspec.json.Decoder(SessionDescriptor)
 
 
@@ -333,11 +350,15 @@ def encode_pieces(pieces: Sequence[BucketPiece]) -> bytes:
 
 
 def decode(decoder: msgspec.msgpack.Decoder[Decoded], data: bytes) -> Decoded:
-    """Parse the output of `encode` or `encode_pieces`, or raise SessionError."""
+    """Parse the output of `encode` or `encode_pieces`.
+
+    Raises:
+        SessionError: not the output of these functions.
+    """
     try:
         return decoder.decode(data)
     except msgspec.MsgspecError as error:
-        raise SessionError(f"not a session message: {error}; got {data[:60]!r}") from None
+        raise SessionError(f"not a session message: {error}. Got {data[:60]!r}") from None
 
 
 def encode_descriptor(descriptor: SessionDescriptor) -> bytes:
@@ -345,21 +366,27 @@ def encode_descriptor(descriptor: SessionDescriptor) -> bytes:
 
 
 def decode_descriptor(data: bytes) -> SessionDescriptor:
-    """Parse a descriptor of our version, or raise SessionError. `channel.engine_end` checks its
-    endpoint.
+    """Parse a descriptor of our version. `channel.engine_end` checks its endpoint.
+
+    Raises:
+        SessionError: not a descriptor, or of another version.
     """
     try:
         descriptor = _descriptor.decode(data)
     except msgspec.MsgspecError as error:
-        raise SessionError(f"not a session descriptor: {error}; got {data[:120]!r}") from None
+        raise SessionError(f"not a session descriptor: {error}. Got {data[:120]!r}") from None
     check_version(descriptor.version)
     return descriptor
 
 
 def signed(descriptor: SessionDescriptor, secret: bytes) -> SessionDescriptor:
-    """The descriptor, with a signature over all of its fields by the `secret_of` its group."""
+    """Return the descriptor, signed over all of its fields with its group's secret.
+
+    Args:
+        secret: the `secret_of` the group.
+    """
     unsigned = msgspec.structs.replace(descriptor, signature="")
-    unsigned = _descriptor.decode(encode_descriptor(unsigned))  # 60 seconds arrive as 60.0
+    unsigned = _descriptor.decode(encode_descriptor(unsigned))  # 60 becomes 60.0, as at the engine
     code = hashlib.blake2b(encode_descriptor(unsigned), key=secret, digest_size=16)
     return msgspec.structs.replace(unsigned, signature=code.hexdigest())
 
