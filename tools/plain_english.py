@@ -25,14 +25,7 @@ ROOT = Path(__file__).parents[1]
 
 CLEAN = [
     "plugins/hydra_plugins",
-    "plugins/sglang_loader/__init__.py",
-    "plugins/sglang_loader/common",
-    "plugins/sglang_loader/hooks",
-    "plugins/sglang_loader/host_backup",
-    "plugins/sglang_loader/load_plan",
-    "plugins/sglang_loader/probe.py",
-    "plugins/sglang_loader/session",
-    "plugins/sglang_loader/sglang_plugin.py",
+    "plugins/sglang_loader",
 ]
 """The folders and files that `make lint` checks."""
 

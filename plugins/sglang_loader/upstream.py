@@ -1,8 +1,8 @@
-"""All of SGLang's internals that we use, and all differences between its releases: 0.5.14, 0.5.17
-and 0.5.23 are tested. The code looks for what a release has, not at its version number.
+"""All of SGLang's internals that we use, and all differences between its releases.
 
-These are its messages, its weight updates, and facts about an engine's process. The hooks are
-registered in `sglang_plugin`.
+The tested releases are 0.5.14, 0.5.17 and 0.5.23. The code checks what a release has, not its
+version number. The internals are SGLang's messages, its weight updates, and facts about an engine's
+process. The hooks are registered in `sglang_plugin`.
 """
 
 from __future__ import annotations
@@ -25,41 +25,40 @@ from sglang_loader.common.session.messages import SESSION_FORMAT
 
 
 def io_struct() -> Any:
-    """SGLang's module of the messages between its processes, and of the replies to them."""
+    """Return SGLang's module of the messages between its processes, and of their replies."""
     from sglang.srt.managers import io_struct
 
     return io_struct
 
 
 def entry_bytes(entry: Any) -> bytes:
-    """The bytes in one TP rank's entry of an update request, which is base64 in 0.5.14."""
+    """Return the bytes in one TP rank's entry of an update request. In 0.5.14 these are base64."""
     return base64.b64decode(entry) if isinstance(entry, str) else bytes(entry)
 
 
 def with_facts(reply: Any, **facts: Any) -> Any:
-    """The reply, with facts that it has no field for. They travel as JSON in its `rid`, which only
-    generation requests use, to the process that serves HTTP, where `facts_of` reads them. Facts in
-    an update request travel the other way.
-    """
+    """Add facts to a reply that has no field for them, and return the reply."""
+    # JSON in the field `rid`, which only generation requests use. `facts_of` reads the facts in the
+    # process that serves HTTP. Facts in an update request travel the other way.
     reply.rid = json.dumps({**facts_of(reply), **facts})
     return reply
 
 
 def facts_of(reply: Any) -> dict[str, Any]:
-    """The facts that `with_facts` added to a reply; empty for SGLang's own."""
+    """Return the facts that `with_facts` added to a reply. A reply of SGLang's own has none."""
     facts: dict[str, Any] = json.loads(getattr(reply, "rid", None) or "{}")
     return facts
 
 
 def admin_endpoint(endpoint: Any) -> Any:
-    """The endpoint, for which SGLang asks the API keys that it asks for weight updates."""
+    """Guard an endpoint by the API keys that SGLang requires for weight updates."""
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
     return auth_level(AuthLevel.ADMIN_OPTIONAL)(endpoint)
 
 
 def is_health_probe(request: Any) -> bool:
-    """True for the request by which SGLang asks its scheduler for a sign of life."""
+    """Return True for the request by which SGLang checks that its scheduler is alive."""
     from sglang.srt.managers.utils import is_health_check_generate_req
 
     return bool(is_health_check_generate_req(request))
@@ -69,16 +68,18 @@ WARM_UP_PREFIX = "verl-sglang-sync-warm-up-"
 
 
 def is_warm_up(request: Any) -> bool:
-    """True for a request of SGLang's own warm-up, which `mark_warm_ups` has marked."""
+    """Return True for a request of SGLang's own warm-up, which `mark_warm_ups` has marked."""
     return str(request.rid).startswith(WARM_UP_PREFIX)
 
 
 def mark_warm_ups(http_server: Any) -> None:
-    """Have SGLang's own warm-ups give their requests ids of their own; again is no harm.
+    """Mark the requests of SGLang's own warm-ups by their ids. A second call does nothing.
 
-    `http_server` is SGLang's module. It posts the general warm-up to itself, which is its only use
-    of `requests.post`, and hands the named ones (`--warmups`) its tokenizer manager.
+    Args:
+        http_server: SGLang's module of the HTTP server.
     """
+    # The module posts the general warm-up to itself, which is its only use of `requests.post`. The
+    # named warm-ups (`--warmups`) get its tokenizer manager.
     if isinstance(http_server.requests, _MarkingRequests):
         return
     http_server.requests = _MarkingRequests(http_server.requests)
@@ -114,7 +115,7 @@ def _warm_up_id() -> str:
 
 
 def memory_tags() -> list[str]:
-    """The tags under which SGLang releases and resumes memory."""
+    """Return the tags under which SGLang releases and resumes memory."""
     from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
 
     return list(GPU_MEMORY_ALL_TYPES)
@@ -124,15 +125,16 @@ def memory_tags() -> list[str]:
 
 
 class SpeculationUnknown(RuntimeError):
-    """A kind of speculative decoding whose models are not known."""
+    """A kind of speculative decoding whose models are unknown."""
 
 
 def runners_of(updater: Any, *, syncs_draft: bool) -> list[Any]:
-    """The model runners that a sync loads, as SGLang's own update would: drafts, then the target;
-    without `syncs_draft` only the target.
+    """Return the model runners that a sync loads: drafts, then the target.
+
+    SGLang's own update loads the same. Without `syncs_draft`, only the target is returned.
 
     Raises:
-        SpeculationUnknown: the draft worker is of a kind whose model runners are not known here.
+        SpeculationUnknown: the draft worker is of a kind whose model runners are unknown here.
     """
     target, worker = updater.tp_worker.model_runner, updater.draft_worker
     if worker is None or not syncs_draft:
@@ -144,18 +146,18 @@ def runners_of(updater: Any, *, syncs_draft: bool) -> list[Any]:
     if getattr(update, "__self__", None) is updater.tp_worker or (
         update is not None and worker.draft_worker is None
     ):
-        return [target]  # DFLASH and NGRAM hand the update on
+        return [target]  # DFLASH and NGRAM pass the update to the target
     if _is_eagle(worker):
         return [worker.draft_worker.draft_runner, target]
     raise SpeculationUnknown(
-        f"{type(worker).__name__} loads its models in a way that is not known here: the draft of "
-        "this kind of speculative decoding cannot be synced; weight_sync.draft_weights=frozen "
-        "leaves it as it is"
+        f"{type(worker).__name__} loads its models in an unknown way: the draft of this kind of "
+        "speculative decoding cannot be synced. Set weight_sync.draft_weights=frozen to leave the "
+        "draft as it is"
     )
 
 
 def _is_eagle(worker: Any) -> bool:
-    """True for a speculative worker that updates one draft model and then the target."""
+    """Return True for a speculative worker that updates one draft model and then the target."""
     from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 
     update = getattr(type(worker), "update_weights_from_tensor", None)
@@ -163,46 +165,50 @@ def _is_eagle(worker: Any) -> bool:
 
 
 class UpdateFrame:
-    """SGLang's `begin_weight_update` and `end_weight_update`, from 0.5.21 on; nothing before.
+    """SGLang's `begin_weight_update` and `end_weight_update`, which exist from 0.5.21 on.
 
     Layers that keep their weights packed unpack them at the beginning and pack them at the end.
-    Load plans are traced, checked and replayed in between. `is_open`: the update has begun and not
-    ended, so that weights may be in either form.
+    Load plans are traced, checked and replayed in between. With an older SGLang both methods do
+    nothing.
+
+    Attributes:
+        is_open: the update has begun and not ended, so that weights may be in either form.
     """
 
     def __init__(self, updater: Any, runners: Sequence[Any]) -> None:
         updaters = [getattr(runner, "weight_updater", None) for runner in runners]
-        self._updaters = [each for each in updaters if each is not None]
+        self._updaters = [updater for updater in updaters if updater is not None]
         self._updater = updater
         self._is_callers = getattr(updater, "_session", None) is not None
         self.is_open = False
 
     def begin(self) -> None:
-        """To be called before a load.
+        """Begin the update. Call this before a load.
 
         Raises:
-            RuntimeError: SGLang cannot update weights as it was launched; nothing has changed.
+            RuntimeError: SGLang cannot update weights as it was launched. Nothing has changed.
         """
-        for each in self._updaters:
-            _check_updatable(each)
-        for each in self._updaters:
-            if hasattr(each, "begin_weight_update") and not self._is_callers:
+        for updater in self._updaters:
+            _check_updatable(updater)
+        for updater in self._updaters:
+            if hasattr(updater, "begin_weight_update") and not self._is_callers:
                 self.is_open = True
-                each.begin_weight_update()
+                updater.begin_weight_update()
 
     def end(self) -> None:
-        """To be called after a load, complete or not."""
+        """End the update. Call this after a load, complete or not."""
         if self._is_callers:
             session = self._updater._session
             self._updater._session = msgspec.structs.replace(session, loaded_weights=True)
         if self.is_open:
-            for each in self._updaters:
-                each.end_weight_update(run_post_load=False)  # `load_weights` has done that
+            for updater in self._updaters:
+                updater.end_weight_update(run_post_load=False)  # `load_weights` has done that
             self.is_open = False
 
 
 def _check_updatable(updater: Any) -> None:
-    """SGLang's guards, from 0.5.17 on: weights shared with other engines, or kept in copies."""
+    """Raise RuntimeError if SGLang's own guards, from 0.5.17 on, forbid an update."""
+    # The guards are against weights that are shared with other engines, or kept in copies.
     if not hasattr(updater, "_assert_weight_cache_inactive"):
         return
     updater._assert_weight_cache_inactive("a weight sync")
@@ -215,17 +221,17 @@ def _check_updatable(updater: Any) -> None:
 
 
 def record_version(updater: Any, request: Any) -> None:
-    """From 0.5.20 on the scheduler records the weight version of each generated token."""
-    if hasattr(updater, "record_weight_version_after_update"):
+    """Record the weight version for the tokens that are generated from here on."""
+    if hasattr(updater, "record_weight_version_after_update"):  # from 0.5.20 on
         updater.record_weight_version_after_update(request.weight_version)
 
 
 @contextmanager
 def in_an_update(updater: Any, request: Any) -> Iterator[None]:
-    """From 0.5.21 on SGLang's own update is refused outside of `begin_weight_update`, which verl
-    0.9.1 does not call.
-    """
-    if getattr(updater, "_session", updater) is not None:  # there is none, or it is open
+    """Run the body between SGLang's `begin_weight_update` and `end_weight_update`."""
+    # From 0.5.21 on SGLang refuses its own update outside of these calls. verl 0.9.1 does not make
+    # them.
+    if getattr(updater, "_session", updater) is not None:  # older, or the caller has begun
         yield
         return
     io = io_struct()
@@ -237,14 +243,15 @@ def in_an_update(updater: Any, request: Any) -> Iterator[None]:
 
 
 def is_idle(updater: Any) -> bool:
-    """True if this rank's engine runs no request; from 0.5.21 on, paused ones do not count."""
+    """Return True if this rank's engine runs no request."""
     if "ignore_waiting" not in inspect.signature(updater.is_fully_idle).parameters:
         return bool(updater.is_fully_idle())
+    # From 0.5.21 on, paused requests do not count.
     return bool(updater.is_fully_idle(ignore_waiting=updater.scheduler._engine_paused))
 
 
 def why_weights_stay(updater: Any) -> str | None:
-    """Why SGLang's own check, from 0.5.17 on, does not allow a release of the weights, or None."""
+    """Return the reason why SGLang's own check, from 0.5.17 on, forbids a release, or None."""
     try:
         getattr(updater, "_assert_weight_cache_inactive", str)("a release")
     except RuntimeError as error:
@@ -259,14 +266,14 @@ _COMPONENTS = "sglang.srt.model_executor.model_runner_components"
 
 
 def group_owner_class() -> str:
-    """Full name of the class that has `init_weights_update_group`."""
+    """Return the full name of the class that has `init_weights_update_group`."""
     if find_spec(_COMPONENTS) is None:
         return f"{_RUNNER}.ModelRunner"
     return f"{_COMPONENTS}.weight_updater.WeightUpdater"
 
 
 def update_groups(owner: Any) -> dict[str, Any]:
-    """The process groups by name, of a model runner or of `group_owner_class`."""
+    """Return the process groups by name, of a model runner or of `group_owner_class`."""
     groups: dict[str, Any] = getattr(owner, "weight_updater", owner)._model_update_group
     return groups
 
@@ -279,21 +286,23 @@ def model_of(owner: Any) -> Any:
 
 
 def is_ours(server_args: Any) -> bool:
-    """True where the server was launched with our loader (`ServerArgs.custom_weight_loader`)."""
+    """Return True if the server was launched with our loader (`custom_weight_loader`)."""
     return SESSION_FORMAT in (server_args.custom_weight_loader or ())
 
 
 def starts_random(server_args: Any = None) -> bool:
-    """True if a server, by default this process's, was launched with random weights."""
+    """Return True if a server, by default this process's, was launched with random weights."""
     arguments = launch_arguments() if server_args is None else server_args
     load_format = getattr(arguments, "load_format", None)
     return getattr(load_format, "value", load_format) == "dummy"
 
 
 def engine_context(model: Any) -> dict[str, object]:
-    """Plain values on which a load plan depends and that may change while the engine lives: a plan
-    made with other values would be silently wrong. The expert map changes when EPLB rebalances.
+    """Return plain values on which a load plan depends and that may change while the engine lives.
+
+    A plan that was made with other values would be silently wrong.
     """
+    # The expert map changes when EPLB rebalances.
     from sglang.srt.distributed import parallel_state as parallel
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 
@@ -306,11 +315,10 @@ def engine_context(model: Any) -> dict[str, object]:
 
 
 def _places(experts: torch.Tensor) -> tuple[torch.Size, bytes]:
-    """The map from logical to physical experts that the loaders use, as shape and bytes, because
-    SGLang changes it in place. The inverse map also has physical experts that nothing is loaded to.
-
-    `experts`: int64 `[layers, logical experts, physical experts]`, each row filled up with -1.
-    """
+    """Return the map from logical to physical experts that the loaders use, as shape and bytes."""
+    # `experts` is int64 `[layers, logical experts, physical experts]`, each row filled up with -1.
+    # Bytes are returned, because SGLang changes the map in place. The inverse map would also have
+    # physical experts that nothing is loaded to.
     width = 1
     while width < experts.shape[-1] and bool((experts[..., width] >= 0).any()):
         width += 1
@@ -325,20 +333,20 @@ def tp_rank() -> int:
 
 
 def pp_rank() -> int:
-    """This process's stage of a pipeline."""
+    """Return this process's stage of a pipeline."""
     from sglang.srt.distributed import parallel_state
 
     return int(parallel_state.get_pipeline_model_parallel_rank())
 
 
 def device_of(model: Any) -> torch.device:
-    """The device of a model's first parameter."""
+    """Return the device of a model's first parameter."""
     device: torch.device = next(model.parameters()).device
     return device
 
 
 def launch_arguments() -> Any:
-    """What the server of this process was launched with."""
+    """Return the arguments that the server of this process was launched with."""
     try:
         from sglang.srt.runtime_context import get_server_args
     except ImportError:  # 0.5.14
@@ -349,10 +357,15 @@ def launch_arguments() -> Any:
 
 @contextmanager
 def without_cpu_backup(runner: Any) -> Iterator[None]:
-    """In the body `ModelRunner.load_model` makes no host backup, whatever the launch asked for."""
+    """Run the body so that `ModelRunner.load_model` makes no host backup."""
+    # Even if the server was launched with a host backup.
     saver = runner.memory_saver_adapter
     region = saver.region
-    saver.region = lambda tag, enable_cpu_backup: region(tag, enable_cpu_backup=False)
+
+    def region_without_backup(tag: str, enable_cpu_backup: bool) -> Any:
+        return region(tag, enable_cpu_backup=False)
+
+    saver.region = region_without_backup
     try:
         yield
     finally:
@@ -360,8 +373,10 @@ def without_cpu_backup(runner: Any) -> Iterator[None]:
 
 
 def why_stock_backup(runner: Any, problem: str | None) -> str | None:
-    """Why this launch must use SGLang's own host backup, or None. `problem`: why the memory under a
-    tag cannot be enumerated, or None.
+    """Return the reason why this launch must use SGLang's own host backup, or None.
+
+    Args:
+        problem: the reason why the memory under a tag cannot be enumerated, or None.
     """
     server_args = runner.server_args
     if not server_args.enable_memory_saver:

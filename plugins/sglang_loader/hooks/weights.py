@@ -299,10 +299,8 @@ class WeightUpdate:
 
     @property
     def _needs_verdict(self) -> bool:
-        """True if the tensors of this sync must be judged.
-
-        The trainer asks for a verdict, or this sync may not make up for a failed one.
-        """
+        """True if the tensors of this sync must be judged."""
+        # Judged if the trainer asks for that, or if this sync may not make up for a failed one.
         return self.manifest_check != "off" or _may_be_incomplete(self._backup.sync)
 
     @property

@@ -78,20 +78,14 @@ def compile_bucket(traced: TracedBucket) -> BucketPlan:
 
 
 def _judge_host_reads(traced: TracedBucket) -> tuple[tuple[str, int, Interval], ...]:
-    """Return `(method, storage, byte range)` of each read by which the model's data reached Python.
-
-    A read of a constant (a shape table, an index made from Python numbers) is harmless. A read of
-    the model's data is harmless only if no bucket of the sync writes this data. `join_buckets`
-    checks this.
-
-    Raises:
-        PlanRefused: data of the bucket, or made of its data, reached Python. A replay is
-            impossible.
-    """
+    """Return `(method, storage, byte range)` of each read of the model's data by Python."""
+    # A read of a constant (a shape table, an index made from Python numbers) has no origins and is
+    # harmless. A read of the model's data is harmless only if no bucket of the sync writes this
+    # data, which `join_buckets` checks.
     reads: dict[tuple[str, int, Interval], None] = {}
     for method, tensor in traced.host_reads:
         for origin in traced.origins.of(tensor):
-            if origin.space is Space.BUCKET:
+            if origin.space is Space.BUCKET:  # a decision by new data cannot be replayed
                 name = traced.layout.tensors[traced.layout.tensor_at(origin.region.offset)].name
                 raise PlanRefused(f"Python reads the data of {name} ({method})")
             reads[method, origin.index, origin.region.bounds()] = None

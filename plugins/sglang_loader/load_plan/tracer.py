@@ -76,8 +76,8 @@ def trace_bucket(
         try:
             # As a rule nothing was rebound since the last bucket. One walk over the model, after
             # the load, is enough in that case.
-            before = earlier if earlier and not is_last else _collect(model, earlier)
-            traced, moved = _trace_once(model, load_weights, layout, source, before, earlier)
+            initial = earlier if earlier and not is_last else _collect(model, earlier)
+            traced, moved = _trace_once(model, load_weights, layout, source, initial, earlier)
         except Exception as error:
             load_weights(iter(layout.views(source.clone())))
             if isinstance(error, PlanRefused):
@@ -95,19 +95,15 @@ def _trace_once(
     load_weights: LoadWeights,
     layout: BucketLayout,
     source: torch.Tensor,
-    before: Destinations,
+    initial: Destinations,
     earlier: Destinations | None,
 ) -> tuple[TracedBucket, str | None]:
-    """Load and trace a bucket.
-
-    Returns:
-        The trace, and a text about the tensor that was rebound, or None.
-    """
-    traced = TracedBucket(layout, before)
+    """Load and trace a bucket. Return the trace, and a text about a rebound tensor, or None."""
+    traced = TracedBucket(layout, initial)
     temporary = _record(traced, load_weights, source)
-    moved = first_difference(before, _collect(model, before))
+    moved = first_difference(initial, _collect(model, initial))
     if moved is None and earlier is not None:  # a tensor may be rebound since the last bucket
-        moved = first_difference(earlier, before, new_allowed=True)
+        moved = first_difference(earlier, initial, new_allowed=True)
     if moved is None and any(map(_is_kept, temporary)):
         traced.problems.append("load_weights keeps a tensor that no module of the model has")
     return traced, moved

@@ -223,12 +223,9 @@ def _written(uses: Sequence[BucketUses], destinations: Destinations) -> dict[str
 
 
 def _module(parameter: str) -> str:
-    """Return the module whose tensors an engine may have fused into a parameter.
-
-    For a parameter in a layer, the module is the layer's block: `layers.3.self_attn` for
-    `model.layers.3.self_attn.qkv_proj.weight`. For other parameters, the module is the parameter's
-    own.
-    """
+    """Return the module whose tensors an engine may have fused into a parameter."""
+    # In a layer: the layer's block, `layers.3.self_attn` for
+    # `model.layers.3.self_attn.qkv_proj.weight`. Elsewhere: the parameter's own module.
     parts = _from_layer(parameter)
     return ".".join(
         parts[: max(3, len(parts) - 2)] if parts[1:2] and parts[1].isdigit() else parts[:-1]

@@ -109,11 +109,8 @@ class GroupReceiver:
         return self._incoming[-1]
 
     def _buffer(self, index: int, nbytes: int) -> torch.Tensor:
-        """Return the buffer for the `index`-th bucket of a sync, at least `nbytes` long.
-
-        The new bucket overwrites the bucket that came `NUM_BUFFERS` before.
-        """
-        slot = index % NUM_BUFFERS
+        """Return the buffer for the `index`-th bucket of a sync, at least `nbytes` long."""
+        slot = index % NUM_BUFFERS  # the buffer of the bucket that came `NUM_BUFFERS` before
         if self._buffers[slot].numel() < nbytes or self._buffers[slot].device != self._device:
             self._sources.clear()
             self._buffers[slot] = torch.empty(0, dtype=torch.uint8)  # free before growing

@@ -356,13 +356,10 @@ class ModelLoader:
         self._load_mode = _LoadMode.EAGER
 
     def _drop_plan(self, reason: str) -> None:
-        """Drop the load plan.
-
-        If this sync has not loaded anything yet, it records another plan. Otherwise the rest of the
-        sync is loaded eagerly.
-        """
+        """Drop the load plan. Load the rest of the sync eagerly, or record a new plan."""
         self._note_reason(reason)
         self._checked = None
+        # A plan needs the whole sync, so only a sync that has loaded nothing yet can record one.
         self._load_mode = _LoadMode.EAGER if self.uses else _LoadMode.RECORD
         if (backup := backup_of(self.model)) is not None:
             backup.withdraw(reason)
@@ -376,11 +373,7 @@ class ModelLoader:
 
 
 def _proved_arrangements(plan: LoadPlan) -> ArrangedBuckets:
-    """Make the arrangements of a plan and check them.
-
-    Returns:
-        The arrangements, or `ALL_WHOLE` if one of them would load other bytes.
-    """
+    """Make the arrangements of a plan, or return `ALL_WHOLE` if one would load other bytes."""
     arrangements = ArrangedBuckets.of(plan.buckets)
     for index, arranged in enumerate(arrangements.buckets):
         if arranged is not None:

@@ -147,10 +147,7 @@ def naming_tensors(model: Any) -> LoadWeights:
 
 
 def _suspects(error: Exception, read: list[NamedTensor]) -> list[NamedTensor]:
-    """Return the tensors of `read` that are local variables of the function that failed.
-
-    That is the innermost function with such a variable.
-    """
+    """Return the tensors of `read` that are local variables of the innermost function with any."""
     # The last tensor read is not always at fault: a loader may read all before it loads the first.
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     for frame in reversed(frames[2:]):

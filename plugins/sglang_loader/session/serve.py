@@ -287,10 +287,7 @@ class Session:
             )
 
     def _next_message(self) -> FromTrainer:
-        """Return the trainer's next message.
-
-        Until the message comes, launch buckets as their bytes come, and report finished buckets.
-        """
+        """Return the trainer's next message. Until it comes, launch and report buckets."""
         while self._advance() and not self._channel.has_message():
             pass
         with self._spending("waiting"):
@@ -427,11 +424,7 @@ class Session:
 
 
 def _expected(kind: type[Message], message: FromTrainer) -> Message:
-    """Return the trainer's message if it is of this kind.
-
-    Raises:
-        SessionError: the message is of another kind.
-    """
+    """Return the trainer's message, or raise SessionError if it is of another kind."""
     if isinstance(message, wire.Abort):
         raise SessionError(f"the trainer aborted the sync: {message.reason}")
     if not isinstance(message, kind):
