@@ -40,12 +40,14 @@ class _Errors(logging.Handler):
 
 def collect() -> SGLangFacts:
     """Load the plugins in this process and inspect SGLang's hook registry."""
+    # The handler comes first: an import of SGLang may log an error already.
     errors = _Errors()
     logging.getLogger("sglang.srt.plugins").addHandler(errors)
     from sglang.srt.plugins import load_plugins
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     load_plugins()
+    # Registered for us, and in place only if SGLang found the target.
     hooks = {
         target: target in HookRegistry._patched
         for target, registered in HookRegistry._hooks.items()

@@ -25,6 +25,7 @@ def activate() -> None:
     Raises:
         Exception: any error, after logging it.
     """
+    # Imported here, so that an error of an import is logged, too.
     try:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -51,5 +52,6 @@ def activate() -> None:
         ):
             HookRegistry.register(target, hook, HookType.AROUND)
     except Exception:
+        # SGLang goes on without a plugin that raises. The log line makes the failure loud.
         logger.exception("verl-sglang-sync could not register its SGLang hooks. Weight sync is off")
         raise

@@ -58,6 +58,7 @@ class BucketMap:
                     f"a piece starts at byte {piece.start}, its predecessor ends at {self.nbytes}"
                 )
             self.nbytes = piece.start + piece.nbytes
+            # The bytes of a piece must lie in its memory, or in the concatenated shards.
             places = piece.bytes
             shards = piece.shards or ((piece.slot, 0, places.stop),)
             room = sum(nbytes for _, _, nbytes in shards)
@@ -74,6 +75,7 @@ class BucketMap:
         Raises:
             ValueError: some of its bytes are in no piece, or a shard ends within one of its units.
         """
+        # Each part reads from one piece only. Bytes between two pieces are in none.
         for part in split_copy(copy, self._starts):
             start, stop = part.src_bounds()
             i = bisect_right(self._starts, start) - 1
@@ -134,6 +136,7 @@ class BucketSource:
             is_flat = not piece.dims and not piece.shards
             if is_flat and piece.start == 0 and piece.nbytes >= nbytes:
                 return self.memories[piece.slot][piece.offset :][:nbytes]
+        # Otherwise the tensors are copied one by one. Only eager loads come here.
         buffer = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
         for tensor in layout.tensors:
             whole = StridedCopy(0, tensor.offset, tensor.offset, (), tensor.nbytes)

@@ -96,6 +96,7 @@ def _lane_sums(words: torch.Tensor, start: int) -> torch.Tensor:
 
 def _by_kernel(storages: Sequence[torch.Tensor]) -> torch.Tensor:
     """Compute the digests of storages that are aligned to 8 bytes, in one launch."""
+    # One program for each part of each storage. The last word makes a storage one word longer.
     device = storages[0].device
     places = [(data.data_ptr(), data.numel()) for data in storages]
     parts = tile_table([nbytes // 8 // PART_WORDS + 1 for _, nbytes in places])
@@ -146,6 +147,7 @@ if triton is not None:
         C: tl.constexpr,
         D: tl.constexpr,
     ):
+        # This program's part: the storage's number, and the part's first word.
         part = parts + tl.program_id(0).to(tl.int64) * 2
         storage = tl.load(part).to(tl.int64) * 2
         first = tl.load(part + 1).to(tl.int64) * PART
@@ -156,6 +158,7 @@ if triton is not None:
         near = tl.arange(0, BLOCK)
         first_lane = tl.zeros([BLOCK], tl.uint64)
         second_lane = tl.zeros([BLOCK], tl.uint64)
+        # Blocks that are full need no mask.
         whole = (tl.minimum(PART, num_words - first) // BLOCK) * BLOCK
         for start in range(first, first + whole, BLOCK):
             place = start + near
@@ -170,6 +173,7 @@ if triton is not None:
             value = tl.load(tail, mask=byte < rest, other=0).to(tl.uint64)
             value = tl.where(byte == 7, rest.to(tl.uint64), value)
             end = tl.sum(value << (byte * 8).to(tl.uint64))
+            # The last block: the remaining words, then the storage's last word.
             place = first + whole + near
             key = place.to(tl.uint64) * PLACE
             word = tl.load(words + place, mask=place < num_words, other=0)

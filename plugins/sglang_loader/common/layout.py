@@ -167,6 +167,7 @@ def _decoded(decoder: msgspec.msgpack.Decoder[Any], encoded: bytes, kind: str) -
         decoded = decoder.decode(encoded)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise WireError(f"not {kind}: {error}") from None
+    # The digest of the bytes is the layout's name, so one layout must have one encoding.
     if _encoder.encode(decoded) != encoded:
         raise WireError(f"not {kind}: an unknown field, or not encoded as we do")
     return decoded

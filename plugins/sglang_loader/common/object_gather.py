@@ -22,6 +22,7 @@ def gather_objects(item: Any, num_ranks: int, all_gather: AllGather) -> list[Any
 
     The ranks trust each other: items are pickled.
     """
+    # The length comes first, so that every rank can compute the longest message.
     data = pickle.dumps(item)
     message = len(data).to_bytes(HEADER_NBYTES, "little") + data
 

@@ -89,6 +89,7 @@ def _traits_of(op: torch._ops.OpOverload) -> OpTraits:
         for i, a in enumerate(schema.arguments)
         if a.alias_info is not None and a.alias_info.is_write
     )
+    # A view aliases its argument and writes nothing.
     returns = schema.returns
     aliases_all = bool(returns) and all(
         r.alias_info is not None and not r.alias_info.is_write for r in returns
@@ -99,6 +100,7 @@ def _traits_of(op: torch._ops.OpOverload) -> OpTraits:
         random=torch.Tag.nondeterministic_seeded in tags,
         reads_host=torch.Tag.data_dependent_output in tags,
         dynamic_shape=torch.Tag.dynamic_output_shape in tags,
+        # An operator with `out=` overwrites its target, whatever its name.
         overwrites=schema.name in _OVERWRITING_OPS or "out" in str(schema.overload_name),
         problem=_problem(op),
         name=schema.name,

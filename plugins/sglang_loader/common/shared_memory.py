@@ -104,8 +104,10 @@ def share_storage(storage: torch.UntypedStorage) -> BufferHandle:
                 "torch's sharing strategy is 'file_descriptor', with which memory moves when it is "
                 "shared by name: call torch.multiprocessing.set_sharing_strategy('file_system')"
             )
+        # The storage is shared already, so this only returns the file's name.
         _, name, nbytes = storage._share_filename_cpu_()
         return CpuHandle(nbytes=nbytes, name=name.decode())
+    # torch increments its reference counter here. The receiver of the handle decrements it.
     typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=torch.uint8, _internal=True)
     device, allocation, nbytes, offset, counter, counter_offset, event, sync = typed._share_cuda_()
     return CudaHandle(
@@ -148,6 +150,7 @@ def map_buffer(handle: BufferHandle, device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False), torch.no_grad():
         try:
             mapped = _mapped(handle, device)
+            # The tensor's device is the reader's GPU. Record the GPU that the memory lies on.
             if isinstance(handle, CudaHandle) and handle.gpu != gpu_uuid(mapped.get_device()):
                 _peer_memory[handle.gpu][mapped.untyped_storage().data_ptr()] = mapped
             return mapped
@@ -168,8 +171,9 @@ def peer_gpu_of(view: torch.Tensor) -> str | None:
 
 def _mapped(handle: BufferHandle, device: torch.device) -> torch.Tensor:
     if isinstance(handle, CpuHandle):
-        if not handle.nbytes:
+        if not handle.nbytes:  # an empty file cannot be mapped
             return torch.empty(0, dtype=torch.uint8)
+        # `Path.name` keeps a forged handle from leaving the folder of shared memory.
         with (SHARED_MEMORY / Path(handle.name).name).open("r+b") as file:
             memory = mmap.mmap(file.fileno(), HEADER_NBYTES + handle.nbytes)
         return torch.frombuffer(memory, dtype=torch.uint8, offset=HEADER_NBYTES)

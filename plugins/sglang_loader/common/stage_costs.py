@@ -29,6 +29,7 @@ def by_rank(costs: Sequence[Mapping[str, Cost]]) -> StageCosts:
 
 def joined(replies: Sequence[StageCosts]) -> StageCosts:
     """Join the replies of data-parallel ranks."""
+    # The lists of TP ranks are joined in the order of the replies.
     total: StageCosts = {}
     for reply in replies:
         for tag, kinds in reply.items():

@@ -76,7 +76,7 @@ def _costs_or_raise(stage: str) -> Callable[..., Awaitable[StageCosts | None]]:
         if not is_ours(manager.server_args):
             await original(manager, obj, request)
             return None
-        manager.auto_create_handle_loop()
+        manager.auto_create_handle_loop()  # SGLang's own method begins with this, too
         replies = await ask_until_idle(manager, getattr(manager, f"{stage}_communicator"), obj)
         if refusals := [
             facts_of(reply)["refusal"] for reply in replies if "refusal" in facts_of(reply)
@@ -164,7 +164,7 @@ async def ask_for_update(
 ) -> list[Any]:
     """Send the engine an update request as `ask_until_idle` does.
 
-    If a user waits for a proof, the request says so. The outcome of a proof is recorded.
+    A fact in the request is True if a user waits for a proof. The outcome of a proof is recorded.
     """
     if request.load_format != SESSION_FORMAT:
         return await ask_until_idle(manager, communicator, request)
@@ -206,7 +206,7 @@ class StageReplyMiddleware(BaseHTTPMiddleware):
     async def dispatch(self, request: Request, call_next: RequestResponseEndpoint) -> Response:
         """Return the reply, with the costs as its body if there are any."""
         costs: StageCosts = {}
-        request.scope[_SCOPE_KEY] = costs  # the same object, whoever copies the scope
+        request.scope[_SCOPE_KEY] = costs  # the same object in each copy of the scope
         response = await call_next(request)
         is_good = costs and response.status_code == HTTPStatus.OK
         return JSONResponse({"stages": costs}) if is_good else response

@@ -106,7 +106,7 @@ def force_preload() -> None:
     # capture of a graph under a tag would then end the server with a failed assertion.
     from torch_memory_saver import torch_memory_saver as saver
 
-    if saver._impl is not None:
+    if saver._impl is not None:  # memory is allocated, so the mode is fixed
         if saver._impl._hook_mode != PRELOAD:
             raise RuntimeError(
                 f"torch-memory-saver already works with hook_mode={saver._impl._hook_mode!r}, with "
@@ -127,8 +127,9 @@ def release_tags(original: Original, updater: Any, request: Any) -> Any:
         return original(updater, request)
     requested, failure = _requested_tags(request.tags or RELEASE_ORDER)
     tags = [tag for tag in requested if tag not in updater.offload_tags]
-    if not tags and failure is None:
+    if not tags and failure is None:  # all are released already
         return io_struct().ReleaseMemoryOccupationReqOutput()
+    # Each condition that would end SGLang's process becomes a refusal before anything changes.
     is_busy = failure is None and not is_idle(updater)
     if is_busy:
         failure = f"release of {tags} refused: requests are running"
@@ -141,6 +142,7 @@ def release_tags(original: Original, updater: Any, request: Any) -> Any:
         _, problem = attempt(partial(backup.save, model))
         if problem is not None:
             failure = f"release of {tags} refused: the weights could not be saved: {problem}"
+    # If one rank refuses, no rank releases: the ranks' memory must stay in step.
     if failures := TPRanks(updater).failures(failure):
         if backup is not None:
             backup.release_refused()
@@ -156,11 +158,12 @@ def resume_tags(original: Original, updater: Any, request: Any) -> Any:
         return original(updater, request)
     requested, failure = _requested_tags(request.tags or RESUME_ORDER)
     tags = [tag for tag in requested if tag in updater.offload_tags]
-    if not tags and failure is None:
+    if not tags and failure is None:  # all are resident already
         return io_struct().ResumeMemoryOccupationReqOutput()
     backup = backup_of(updater.tp_worker.model_runner.model)
     sizes = _sizes(updater, tags)
     failure = failure or _lack_of_memory(sizes)
+    # The resumed cache is the last step before requests run, so the weights must be complete.
     is_cache_alone = KV_CACHE_TAG in tags and WEIGHTS_TAG not in tags
     if failure is None and backup is not None and backup.stale and is_cache_alone:
         failure = f"resume of {tags} refused: {backup.stale}. Sync the weights first"
@@ -194,6 +197,7 @@ def _call_by_tag(
     reply: Any = None
     costs: dict[str, Cost] = {}
     for tag in tags:
+        # One call for each tag, in the order of the request, so that each has its own cost.
         started = time.perf_counter() - (saving_s if tag == WEIGHTS_TAG else 0.0)
         tag_request = copy.copy(request)
         tag_request.tags = [tag]
@@ -204,6 +208,7 @@ def _call_by_tag(
                 failure = ranks.named(f"the weights could not be restored: {problem}")
         seconds, host_bytes = time.perf_counter() - started, _host_bytes(updater, tag)
         costs[tag] = {"seconds": seconds, "gpu_bytes": sizes[tag], "host_bytes": host_bytes}
+    # All ranks close or open their gates together, for the reason of the first that has one.
     closed = failure or why_closed(updater)
     outcomes = ranks.gather((costs, failure, closed))
     closed = next((reason for _, _, reason in outcomes if reason), None)

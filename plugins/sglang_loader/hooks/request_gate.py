@@ -108,12 +108,13 @@ class RequestGate:
         By then the message is processed.
         """
         passed: list[Any] = []
-        if self.reason is None:
+        if self.reason is None:  # held requests pass before new ones
             passed += [held.request for held in self._held]
             self._held.clear()
-        is_uncertain = False
+        is_uncertain = False  # True behind a message that may close the gate
         for message in messages:
             is_batch = isinstance(message, self._batch)
+            # Control messages always pass: a release or an update must reach the scheduler.
             if not is_batch and not isinstance(message, self._single):
                 if isinstance(message, self._io.AbortReq):
                     self._abort(message)
@@ -124,7 +125,7 @@ class RequestGate:
             elif self.reason == RANDOM_WEIGHTS and all(
                 map(is_warm_up, message.batch if is_batch else [message])
             ):
-                passed.append(message)  # nobody reads the answer, and the server waits for it
+                passed.append(message)  # only the server waits for the answer
             else:
                 for request in message.batch if is_batch else [message]:
                     self._hold(request)

@@ -79,6 +79,7 @@ Original = Callable[..., Any]
 def update_on_all_ranks(original: Original, updater: Any, request: Any) -> Any:
     """Wrap `update_weights_from_tensor`: load on every TP rank, then agree on the outcome."""
     if request.load_format != SESSION_FORMAT:
+        # An update that is not ours: SGLang's own code loads it, within our gate.
         if not str(request.load_format).startswith(OUR_FORMATS):
             if not is_ours(updater.tp_worker.server_args):
                 return original(updater, request)
@@ -130,6 +131,7 @@ def _serve_session(update: WeightUpdate, updater: Any, request: Any) -> list[str
             entry_bytes(request.serialized_named_tensors[TPRanks(updater).rank])
         )
 
+    # A request without a descriptor fails in `load`, in step with the other TP ranks.
     descriptor, reason = attempt(descriptor_of_rank)
     if descriptor is not None:
         update.manifest_check = descriptor.manifest_check
@@ -150,8 +152,8 @@ def _serve_session(update: WeightUpdate, updater: Any, request: Any) -> list[str
         try:
             session.load()
         finally:
-            update.differing = session.differing
-        sessions.append(session)
+            update.differing = session.differing  # a failed proof reports them, too
+        sessions.append(session)  # a session that failed has reported its failure
 
     def confirm() -> bool:
         (session,) = sessions
@@ -196,6 +198,7 @@ class WeightUpdate:
         self._request = request
         model = updater.tp_worker.model_runner.model
         self.models: list[Any] = [model]
+        # A model that our hook has not loaded has no backup yet. Its syncs are recorded, too.
         self._backup = backup_of(model) or create_backup(model, "on", under_weights_tag)
         self._has_begun = self._has_flushed = False
         self._verdict: Verdict | None = None
@@ -262,10 +265,13 @@ class WeightUpdate:
         state = named, self._has_begun, self._view is not None, stale, list(self.differing)
         failed, touched, new, undefined, differing = zip(*self._ranks.gather(state), strict=True)
         failures = [text for text in failed if text]
+        # One rank without a verdict is enough: all ranks must judge together.
         if not failures and any(new):
             failures = self._judge()
+        # Bytes that this sync leaves undefined on one rank must not be served on any.
         failures = failures or [text for text in undefined if text]
         is_last: bool | None = True
+        # The trainer gets Loaded only when all ranks are sure. Its Commit is the last word.
         if not failures:
             is_last, failure = attempt(confirm)
             failures = self._ranks.failures(failure)

@@ -109,6 +109,7 @@ class WeightsBackup:
         if self._saved is None:
             return
         started = time.perf_counter()
+        # Until the copies are done, the saved bytes count as undefined, too.
         undefined = merge([*self._undefined, *(self._lost or ())])
         self._undefined = merge([*undefined, *self._saved.ranges])
         self._lost = None
@@ -128,7 +129,7 @@ class WeightsBackup:
         Call this on every TP rank when a sync has written all of the coverage. Each later sync must
         be proven to write the coverage, as long as the plan's guard holds.
         """
-        if self._plan is plan:
+        if self._plan is plan:  # published already
             return
         self._plan = plan
         self._covered = _addresses(plan)

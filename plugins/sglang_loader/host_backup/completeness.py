@@ -59,6 +59,7 @@ class Completeness:
 
     def complete(self) -> None:
         """End the sync in progress, which has brought every tensor."""
+        # After a failed sync the caller has judged this one complete. It alone counts from here on.
         if self.is_broken:
             self._required, self._complete = set(), []
         if self._layouts != self._complete:  # rarely: 18,867 names are gathered once

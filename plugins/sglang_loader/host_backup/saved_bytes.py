@@ -51,6 +51,7 @@ class SavedBytes:
                 target.copy_(source, non_blocking=True)
             synchronize_device(self.device)
             return
+        # Each worker waits for its own stream, so that several copies overlap.
         with ThreadPoolExecutor(NUM_WORKERS) as pool:
             shares = [
                 pool.submit(self._copy_share, chunks[i::NUM_WORKERS], to_host)

@@ -80,6 +80,7 @@ def _arrange_if_smaller(plan: BucketPlan) -> ArrangedBucket | None:
 
 def arrange(plan: BucketPlan) -> ArrangedBucket | None:
     """Arrange one bucket. Return None if a copy of its plan reads across the bounds of a tensor."""
+    # Cut the copies at the bounds of tensors, and count how much of each tensor they read.
     layout = plan.layout
     copies_by_tensor: list[tuple[int, StridedCopy]] = []
     num_read: Counter[int] = Counter()
@@ -92,12 +93,14 @@ def arrange(plan: BucketPlan) -> ArrangedBucket | None:
     repeated = {
         tensor for tensor, nbytes in num_read.items() if nbytes > layout.tensors[tensor].nbytes
     }
+    # A tensor that is read more than once comes whole, and first.
     packing = PackingState(layout)
     placed = {}
     for tensor in sorted(repeated):
         entry = layout.tensors[tensor]
         whole = StridedCopy(0, entry.offset, entry.offset, (), entry.nbytes)
         placed[tensor] = packing.add(whole, tensor).src
+    # All other reads follow in the order of the bucket.
     copies = []
     for tensor, copy in sorted(copies_by_tensor, key=_source_start):
         if tensor in placed:

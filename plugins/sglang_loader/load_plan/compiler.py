@@ -41,11 +41,13 @@ def compile_bucket(traced: TracedBucket) -> BucketPlan:
     Raises:
         PlanRefused: a replay would not do the same as `load_weights`.
     """
+    # Refuse a trace that a replay cannot repeat.
     host_reads = _judge_host_reads(traced)
     if traced.problems:
         raise PlanRefused(traced.problems[0])
     live = _live_steps(traced.steps)
     _refuse_unsafe(live)
+    # Divide the bucket's tensors into those that are only copied, and the rest.
     with_tensors = _with_temporaries(list(_with_tensors(live, traced.layout)))
     steps = [(step, tensors) for step, tensors in with_tensors if tensors]
     candidates = [_as_copy(step) for step, _ in steps]
@@ -53,6 +55,7 @@ def compile_bucket(traced: TracedBucket) -> BucketPlan:
     loaded = [step for step, tensors in steps if tensors & rest]
     coalesced = coalesce(copies)
     written, live_in = _effects(coalesced, loaded)
+    # The rest goes through the scratch buffer to `load_weights`, which may change its arguments.
     left = [traced.layout.tensors[i] for i in sorted(rest)]
     scratch = BucketLayout.pack((t.name, t.shape, t.dtype) for t in left)
     to_scratch = (
@@ -60,6 +63,7 @@ def compile_bucket(traced: TracedBucket) -> BucketPlan:
         for tensor, place in zip(left, scratch.tensors, strict=True)
         if tensor.nbytes
     )
+    # All that the bucket may write, also by steps of the rest.
     writes: dict[int, list[Interval]] = defaultdict(list)
     for step, _ in steps:
         for ref in in_space(step.writes, Space.DESTINATION):
@@ -94,6 +98,7 @@ def _judge_host_reads(traced: TracedBucket) -> tuple[tuple[str, int, Interval], 
 
 def _live_steps(steps: Sequence[Step]) -> list[Step]:
     """Return the steps that write more than temporaries, and the steps on which they depend."""
+    # Backwards: a step that makes a temporary comes before the steps that need the temporary.
     needed: set[int] = set()
     live: list[Step] = []
     for step in reversed(steps):
@@ -126,6 +131,8 @@ def _with_tensors(
     """
     written: dict[tuple[Space, int], list[tuple[Interval, frozenset[int]]]] = defaultdict(list)
     for step in steps:
+        # The tensors that the step reads or changes in the bucket, and those that went into the
+        # parts of the model that it reads.
         positions: set[int] = set()
         changed = in_space(step.writes, Space.BUCKET)
         for origin in (*step.origins, *changed):
@@ -167,15 +174,18 @@ def _split_copies(
     Returns:
         The copies, and the tensors of the rest.
     """
+    # Copies that write the same bytes must keep their order, so they are not free.
     positions = [i for i, copy in enumerate(candidates) if copy is not None]
     overlapping = find_overlapping([copy for copy in candidates if copy is not None])
     free = set(positions) - {positions[i] for i in overlapping}
     rest: set[int] = set()
+    # A tensor that moves to the rest may take others with it. Repeat until the rest is stable.
     while True:
         copies: list[StridedCopy] = []
         touched: dict[int, list[Interval]] = defaultdict(list)
         left: set[int] = set()
         for i, ((step, tensors), copy) in enumerate(zip(steps, candidates, strict=True)):
+            # A copy runs first only if no step of the rest before it touches its target.
             if (
                 copy is not None
                 and i in free
@@ -197,6 +207,7 @@ def _as_copy(step: Step) -> StridedCopy | None:
     if step.copied is None:
         return None
     src, dst = step.copied
+    # Complex numbers have no place in a strided copy of bytes or elements.
     if (
         src.space is not Space.BUCKET
         or dst.space is not Space.DESTINATION
@@ -219,6 +230,7 @@ def _effects(
     Returns:
         The bytes that are surely written, and the bytes of which the old content is read.
     """
+    # The copies run first, so their bytes count as written before any step of the rest.
     by_storage: dict[int, list[StridedCopy]] = defaultdict(list)
     for copy in copies:
         by_storage[copy.storage].append(copy)
@@ -228,6 +240,7 @@ def _effects(
     }
     live_in: dict[int, list[Interval]] = defaultdict(list)
     for step in steps:
+        # A read of bytes that nothing has written yet is a read of the old content.
         for ref in in_space(step.reads, Space.DESTINATION):
             ranges = written.get(ref.index, [])
             runs = merge_runs([ref.region.runs()])
@@ -249,14 +262,17 @@ def join_buckets(buckets: Sequence[BucketPlan], destinations: Destinations) -> L
         PlanRefused: Python reads the data of a tensor that the sync writes, or the plan of a bucket
             leaves out a write that is needed.
     """
+    # One bucket's plan may be right by itself and still wrong in the sync: check them together.
     storages = destinations.storages
     if (stale := why_stale(buckets, destinations)) is not None:
         raise PlanRefused(stale)
     writes = _merge_all(bucket.writes for bucket in buckets)
+    # A decision by data that the sync itself changes cannot be replayed.
     for method, storage, interval in (read for bucket in buckets for read in bucket.host_reads):
         if meets(writes.get(storage, []), interval):
             name = storages[storage].name
             raise PlanRefused(f"Python reads the data of {name} ({method}), which the sync writes")
+    # The coverage is what the sync writes, without bytes whose old content the sync reads.
     written = _merge_all(bucket.written for bucket in buckets)
     exposed = _read_before_written(buckets)
     left = {i: subtract(written[i], exposed.get(i, ())) for i in sorted(written)}

@@ -116,7 +116,7 @@ def collect_destinations(model: nn.Module, earlier: Destinations | None = None) 
     opaque: list[str] = []
     for place in iterate_tensors(model):
         name, tensor = place.name, place.tensor
-        if tensor.device.type == "meta":
+        if tensor.device.type == "meta":  # has no bytes
             continue
         if tensor.layout != torch.strided or is_traceable_wrapper_subclass(tensor):
             opaque.append(name)
@@ -124,6 +124,7 @@ def collect_destinations(model: nn.Module, earlier: Destinations | None = None) 
         raw = tensor.untyped_storage()
         if raw.nbytes() == 0 or raw.data_ptr() == 0:
             continue
+        # Tied weights and views have the same storage, which is one destination.
         index = seen.setdefault((raw.data_ptr(), raw.nbytes()), len(storages))
         if index == len(storages):
             storages.append(StorageEntry(name, raw.data_ptr(), raw.nbytes(), raw.device))

@@ -67,6 +67,7 @@ class PlanExecutor:
             ValueError: the source does not hold what the plan reads.
             Exception: what `load_weights` raises.
         """
+        # Bound once per source: a later sync with the same memory only launches.
         plan = arranged or self._plan.buckets[index]
         binding = self._bound.get(source)
         if binding is None or binding.plan is not plan:
@@ -107,6 +108,7 @@ def copy_to_new_memory(
     """
     copies = tuple(copy for copy in plan.copies if copy.storage == storage)
     plan = replace(plan, copies=copies, rest=plan.rest if storage == SCRATCH else NO_TENSORS)
+    # All other targets are bound, too, but no copy of this plan writes them.
     source, scratch = BucketSource.flat(buffer), _empty(plan.rest.nbytes, buffer.device)
     target = torch.zeros_like(scratch if storage == SCRATCH else memory[storage])
     targets = [*memory, scratch]

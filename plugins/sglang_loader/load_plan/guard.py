@@ -30,6 +30,7 @@ class DestinationProbe:
     """A probe for tensors of a model that are no longer where the plan writes."""
 
     def __init__(self, model: nn.Module, destinations: Destinations) -> None:
+        # Identities: each module and each tensor of the plan, with the container that holds it.
         names = {tensor.name for tensor in destinations.tensors}
         tensors = [place for place in iterate_tensors(model) if place.name in names]
         self._places: list[tuple[str, Any, Any, object]] = [
@@ -40,9 +41,11 @@ class DestinationProbe:
         self._places += [
             (place.name, place.container, place.key, place.tensor) for place in tensors
         ]
+        # The geometry too: `tensor.data = other` keeps the identity of a tensor.
         self._names = [place.name for place in tensors]
         self._tensors = [place.tensor for place in tensors]
         self._geometry = _geometry_of(self._tensors)
+        # Sizes of the registries show additions, the loading functions show patches.
         self._registries = [
             registry
             for module in model.modules()
@@ -58,6 +61,7 @@ class DestinationProbe:
         A change is a replacement, an addition or a removal. The probe does not notice a tensor in a
         new attribute that is neither parameter nor buffer.
         """
+        # In this order: identities, geometry, sizes of registries, loading functions.
         for name, container, key, value in self._places:
             try:
                 if container[key] is not value:
@@ -65,6 +69,7 @@ class DestinationProbe:
             except (KeyError, IndexError):
                 return f"{name} is gone"
         if (geometry := _geometry_of(self._tensors)) != self._geometry:
+            # The lists were compared as wholes. Only a mismatch needs the tensor's name.
             olds, news = zip(*self._geometry, strict=True), zip(*geometry, strict=True)
             pairs = zip(self._names, olds, news, strict=True)
             name = next(name for name, old, new in pairs if old != new)

@@ -73,6 +73,7 @@ class HostReadWatch(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        # A scalar of this trace as an argument: `fill_` becomes a copy, all else reads the number.
         if types and any(issubclass(t, DeferredScalar) for t in types):
             return DeferredScalar.__torch_function__(func, types, args, kwargs)
         name = _WATCHED.get(func)
@@ -158,6 +159,7 @@ def _forward(name: str) -> Callable[..., Any]:
     def operation(self: DeferredScalar, *operands: Any) -> Any:
         own = self.number()
         result = getattr(own, name)(*(_number(operand) for operand in operands))
+        # Python would try a float operand's reflected method, which a direct call does not.
         if result is NotImplemented and operands and isinstance(own, int):
             return getattr(float(own), name)(*(_number(operand) for operand in operands))
         return result

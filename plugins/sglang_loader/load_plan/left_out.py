@@ -49,15 +49,13 @@ def is_written(refs: Iterable[TensorRef], writes: Writes) -> bool:
 def why_stale(buckets: Sequence[BucketPlan], destinations: Destinations) -> str | None:
     """Return a text about the first weight that a sync by these plans would leave stale, or None.
 
-    A weight is stale if `load_weights` would leave other bytes. An example: bucket 0 has `kv_b` of
-    layer 0, bucket 1 has `kv_b` of layer 1.
-
-    - Every call of `load_weights` derives `w_kc` of both layers. Then bucket 0 may leave out `w_kc`
-      of layer 1. Bucket 1 of the last sync was the last to write `kv_b` of layer 1, and derived
-      `w_kc`.
-    - Only the second call derives `w_kc`, of both layers. Then `w_kc` of layer 0 is stale. Bucket 1
-      would leave it out, and bucket 0, which writes `kv_b` of layer 0, derives nothing.
+    A weight is stale if `load_weights` would leave other bytes.
     """
+    # An example: bucket 0 has `kv_b` of layer 0, bucket 1 has `kv_b` of layer 1. If every call of
+    # `load_weights` derives `w_kc` of both layers, bucket 0 may leave out `w_kc` of layer 1. Bucket
+    # 1 of the last sync was the last to write `kv_b` of layer 1, and derived `w_kc`. If only the
+    # second call derives `w_kc`, of both layers, `w_kc` of layer 0 is stale. Bucket 1 would leave
+    # it out, and bucket 0, which writes `kv_b` of layer 0, derives nothing.
     left_out: dict[DerivedWrite, list[int]] = defaultdict(list)  # and the buckets that leave it out
     unwritten: dict[int, list[Interval]] = defaultdict(list)  # bytes by destination storage
     for number, bucket in enumerate(buckets):
@@ -77,6 +75,8 @@ def why_stale(buckets: Sequence[BucketPlan], destinations: Destinations) -> str 
         to_sources = [i for i, bucket in enumerate(buckets) if is_written(sources, bucket.writes)]
         is_read = any(is_written(targets, bucket.live_in) for bucket in buckets)
         for number in numbers:
+            # The left-out write would set the targets. The bucket that wrote them last must have
+            # done so by the same write.
             writers = [i for i in to_targets if i < number or (is_read and i > number)]
             if _last_before(number, writers) not in (None, *done):
                 return f"load_weights writes {name} again in a bucket without its tensors"

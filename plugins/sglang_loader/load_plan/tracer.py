@@ -169,6 +169,7 @@ def inline_thread_pools() -> Iterator[None]:
             done.set_exception(error)
         return done
 
+    # Submissions of other threads go to the original method.
     with _patch_lock:
         submit = ThreadPoolExecutor.submit
         with mock.patch.object(ThreadPoolExecutor, "submit", run_inline):
@@ -204,10 +205,11 @@ class _DispatchRecorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         traits = read_traits(func)
-        if traits.view:
+        if traits.view:  # a view has its base's storage, by which it is found later
             return func(*args, **kwargs)
         if traits.problem is not None:
             self.trace.problems.append(traits.problem)
+        # References are taken before the call, which may change a tensor's geometry.
         with torch._C.DisableTorchFunction():
             ref_args, ref_kwargs = map_leaves(self._ref_or_value, (args, kwargs))
             self._note_host_reads(traits, args, kwargs)
@@ -226,6 +228,7 @@ class _DispatchRecorder(TorchDispatchMode):
     ) -> None:
         written = traits.written_in(args, kwargs)
         writes = [ref for ref in leaves(written) if isinstance(ref, TensorRef)]
+        # A result in new memory is a temporary, which the step writes, too.
         for made in leaves(out):
             if isinstance(made, torch.Tensor) and made.untyped_storage()._cdata not in self._places:
                 ref = self._ref(made, Space.TEMPORARY)
@@ -234,7 +237,7 @@ class _DispatchRecorder(TorchDispatchMode):
         if not writes:
             return
         reads = [ref for ref in leaves((args, kwargs)) if isinstance(ref, TensorRef)]
-        if traits.overwrites:
+        if traits.overwrites:  # the target's old content does not count as read
             reads = [ref for ref in reads if not any(ref is target for target in writes)]
         origins = self.trace.origins.follow(reads, writes)
         self.trace.steps.append(Step(op, traits, tuple(reads), tuple(writes), origins))
@@ -265,12 +268,12 @@ class _DispatchRecorder(TorchDispatchMode):
         """
         storage = tensor.untyped_storage()
         place = self._places.get(storage._cdata)
-        if place is None:
+        if place is None:  # memory that appears for the first time
             place = self._find(storage) or (unknown, next(self._numbers), 0)
             self._places[storage._cdata] = place
             if place[0] is Space.TEMPORARY:
                 self.temporaries[place[1]] = StorageWeakRef(storage)
-            else:
+            else:  # held, so that no other storage can take the same identity
                 self._held.append(storage)
             is_plain = tensor.layout == torch.strided and tensor.device.type != "meta"
             if place[0] is Space.CONSTANT and not is_plain:

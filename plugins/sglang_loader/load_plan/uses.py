@@ -82,6 +82,7 @@ def uses_of(traced: TracedBucket) -> BucketUses:
         for ref in in_space(step.reads, Space.BUCKET):
             number = layout.tensor_at(ref.region.offset)
             uses[number].parts.add(_part_of(layout.tensors[number], ref.region))
+        # The step applies all tensors that went into it, also through temporaries.
         targets = in_space(step.writes, Space.DESTINATION)
         targets = [ref for ref in targets if 0 not in ref.region.shape]
         for ref in targets:

@@ -73,7 +73,7 @@ def check_bucket(
     """Prove one bucket's plan against the eager loader. Return the difference, or None.
 
     The check takes scratch copies on the device: of the bucket, and of the model's bytes that its
-    loading reads. The weights end as the bucket says.
+    loading reads. In the end the model holds the bucket's weights.
 
     Args:
         known: digests after the last check, if nothing was loaded since. Storages that the plan
@@ -89,9 +89,11 @@ def check_bucket(
     saved: list[tuple[torch.Tensor, torch.Tensor]] = []  # a part of the model, and its old content
 
     def differs() -> str | None:
+        # Bytes that `load_weights` reads cannot be poisoned. They are saved for a failed check.
         for storage, ranges in bucket.live_in.items():
             parts = [destinations.memory[storage][start:stop] for start, stop in ranges]
             saved.extend((part, part.clone()) for part in parts)
+        # Steps 2 to 4 of the module's docstring.
         load_weights(iter(bucket.layout.views(scramble(bucket.layout, source))))
         poison(bucket, destinations)
         replay_once(bucket, destinations, load_weights, source)
@@ -160,16 +162,9 @@ def _digests(destinations: Destinations, storages: Sequence[int]) -> Digests:
 def scramble(layout: BucketLayout, buffer: torch.Tensor) -> torch.Tensor:
     """Copy a bucket so that every element differs from the original.
 
-    A loader may use a part of an element: its upper bits, its magnitude, its exponent. These parts
-    differ, too.
-
-    - Integers become their complement, so that an index counts from the end.
-    - Floats get another sign, fraction and lowest bit of the exponent.
-    - Floats of 8 bits get another sign, and the largest becomes the smallest. NaNs, and the zeros
-      of fnuz types, stay.
-
-    Finite numbers stay finite, so that a loader can compute with them. Exceptions are numbers from
-    32768 on in float16, from 2**127 on in wider types, and scales of 8 bits.
+    The parts of an element that a loader may use differ, too: its upper bits, its magnitude, its
+    exponent. Finite numbers stay finite, so that a loader can compute with them. Exceptions are
+    numbers from 32768 on in float16, from 2**127 on in wider types, and scales of 8 bits.
     """
     copy = buffer[: layout.nbytes].clone()
     for dtype, tensors in groupby(layout.tensors, key=_real_dtype):
@@ -178,8 +173,12 @@ def scramble(layout: BucketLayout, buffer: torch.Tensor) -> torch.Tensor:
         start, stop = run[0].offset, run[-1].offset + run[-1].nbytes
         words = copy[start:stop].view(_INTEGERS[dtype.itemsize])
         if dtype in _MIRRORS:
+            # Floats of 8 bits get another sign, and the largest becomes the smallest. NaNs, and the
+            # zeros of fnuz types, stay.
             words.neg_().add_(_MIRRORS[dtype])
         else:
+            # Integers become their complement, so that an index counts from the end. Floats get
+            # another sign, fraction and lowest bit of the exponent.
             words.bitwise_xor_(~_KEPT_BITS.get(dtype, 0))
     return copy
 

@@ -191,16 +191,19 @@ def missing_tensors(
         unsent = [name for name in published if name not in sent]
         if not unsent and not starts_random:
             return (), ()
+    # A gap is a parameter of the engine's model that the sync has not written as a whole.
     written = _written(uses, destinations)
     gaps = [name for name, is_written in written.items() if not is_written]
     if starts_random and published is not None and not unsent:
         # `load_weights` writes none of these from the published checkpoint either.
         return (), tuple(f"{name} (engine)" for name in gaps)
+    # The engine may have fused the missing tensor, so that its own name is not a parameter's.
     modules = {_module(name) for name in gaps}
     if named := tuple(name for name in unsent if not modules.isdisjoint(_modules_above(name))):
         return named, ()
     if starts_random:
         return tuple(f"{name} (engine)" for name in gaps), ()
+    # A parameter that the sync writes in other layers, but not in this one, is surely missing.
     in_other_layers = {_pattern(name) for name, is_written in written.items() if is_written}
     surely = tuple(f"{name} (engine)" for name in gaps if _pattern(name) in in_other_layers)
     perhaps = tuple(f"{name} (engine)" for name in gaps if _pattern(name) not in in_other_layers)
@@ -249,6 +252,7 @@ def judge(
     tensors: Sequence[BucketTensor], views: Sequence[RankView], published: PublishedTensors | None
 ) -> Verdict:
     """Combine the views of all ranks into one verdict, the same on every rank."""
+    # If one rank could not check the tensors, only clashes that some rank is sure of count.
     if blind := [view for view in views if view.unknown is not None]:
         clashes = {name: reason for view in blind for name, reason in view.clashes.items()}
         unscaled = (_described(t, clashes[t.name], None) for t in tensors if t.name in clashes)
@@ -263,6 +267,7 @@ def judge(
         name = tensor.name
         expected = published.get(name) if published is not None else None
         is_normal = expected is not None and _is_normal(tensor, expected)
+        # A tensor that no rank uses, and that has no reason to be dropped, is unexpected.
         if all(name in view.unused for view in views):
             if name not in may_be_dropped:
                 (unexpected if expected is None else dropped).append(name)

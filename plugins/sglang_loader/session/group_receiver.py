@@ -88,6 +88,7 @@ class GroupReceiver:
         incoming.transfers.append(Broadcast(flat, self._group))
 
     def _receive_parts(self, message: LoadBucket) -> None:
+        # Wrong sizes would block all ranks of the group, so they are refused first.
         group, receives = self._senders, message.receives
         if group is None or any(len(sizes) != group.size() for sizes in receives):
             nums = " or ".join(map(str, {len(sizes) for sizes in receives}))

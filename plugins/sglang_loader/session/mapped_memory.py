@@ -33,7 +33,7 @@ class MappedMemory:
     `max_unread` buckets before it has read them, and reads the buckets in order.
     """
 
-    max_unread = sys.maxsize  # the trainer knows how many buffers it has
+    max_unread = sys.maxsize  # the trainer counts its buffers
 
     def __init__(self) -> None:
         self._mapped: dict[str, torch.Tensor] = {}
@@ -119,6 +119,7 @@ class SourceCache:
         if entry is None:
             entry = _CachedSource(message.pieces, _map_of(message))
             entries.append(entry)
+        # Nothing may read outside of the mapped buffers, or write outside of the bucket.
         for slot, needed in entry.map.needs.items():
             if slot not in slots:
                 raise SessionError(f"bucket {message.index} lies in slot {slot}: not mapped")
@@ -131,6 +132,7 @@ class SourceCache:
             raise SessionError(
                 f"a piece of bucket {message.index} leaves the bucket's {nbytes} bytes"
             )
+        # The same memory gives the same source, to which plans have bound their copies.
         memories = {slot: slots[slot] for slot in entry.map.needs}
         source = entry.source
         if source is None or any(source.memories[slot] is not memories[slot] for slot in memories):

@@ -133,6 +133,7 @@ class ModelLoader:
             self._load_mode = _LoadMode.RECORD
         else:
             self._load_mode = _LoadMode.EAGER if is_eager else _LoadMode.REPLAY
+        # The engine must not offer arrangements of a plan that does not hold.
         if self.arranged.digest:
             self.check_addresses()
 
@@ -181,7 +182,7 @@ class ModelLoader:
         if self._checked.arranged is None:
             try:
                 self._checked.arranged = _proved_arrangements(self._checked.plan)
-            except Exception as error:  # out of memory, say: another sync may have more
+            except Exception as error:  # such as out of memory: another sync may have more
                 logger.error("%s: the check failed: %r", WHOLE_BUCKETS, error)
                 return ALL_WHOLE
         return self._checked.arranged
@@ -210,6 +211,7 @@ class ModelLoader:
         arranged_plan = self._arranged_plan(index) if arranged else None
         if self._load_mode is _LoadMode.REPLAY and self._replay(index, source, arranged_plan):
             return self.plan is not None and not self.plan.buckets[index].rest.tensors
+        # Here the plan does not hold, or there is none yet: load eagerly, and record if possible.
         is_first = index == 0 and self._load_mode is _LoadMode.RECORD
         if is_first and (reason := self._why_not_recorded(layout)):
             self._note_reason(reason)
@@ -234,7 +236,7 @@ class ModelLoader:
         if self._load_mode is _LoadMode.RECORD:
             self._compile()
             self._reason = self._reason or MAKING_PLAN
-        elif self._load_mode is _LoadMode.REPLAY:
+        elif self._load_mode is _LoadMode.REPLAY:  # the plan has lasted for a whole sync
             self._num_recordings = self._num_to_wait = 0
         plan, backup = self.plan, backup_of(self.model)
         if backup is not None and self._failed_replay is not None:
@@ -299,7 +301,7 @@ class ModelLoader:
             return False
         self._num_replayed += 1
         uses = self._uses_of_bucket[index]
-        # The contents are those of the recording; a sync goes without digests of what it replays.
+        # These contents are of the recording. A replayed bucket gets no digests.
         self.uses.append(replace(uses, contents={}) if uses.contents else uses)
         return True
 
@@ -320,6 +322,7 @@ class ModelLoader:
         self._checked = _CheckedPlan(
             plan, executor, DestinationProbe(self.model, plan.destinations)
         )
+        # A plan that never lasts for a sync costs more than it saves: make them at a distance.
         self._num_recordings += 1
         if self._num_recordings >= MAX_RECORDINGS:
             doublings = min(self._num_recordings - MAX_RECORDINGS, MAX_SYNCS_APART.bit_length())

@@ -232,6 +232,7 @@ class Session:
             arrangements=self._arranged.digest,
             wants_proof=self._wants_proof,
         )
+        # Work that needs no bytes of the trainer, while the trainer waits for all engines.
         self._steps.after_join()
         for loader in self._loaders:
             loader.check_addresses()
@@ -239,7 +240,7 @@ class Session:
         self._begin_proof()
         while True:
             message = self._next_message()
-            if isinstance(message, wire.LoadBucket):
+            if isinstance(message, wire.LoadBucket):  # loaded while the next messages come
                 self._announce(message)
             elif isinstance(message, wire.Finish):
                 self._load_remaining()
@@ -274,7 +275,7 @@ class Session:
             self._held = None
         if not self.differing:
             return
-        if self._descriptor.proof == "route":
+        if self._descriptor.proof == "route":  # nothing of this session may be served
             raise Differs(
                 f"{len(self.differing)} tensors differ from what load_weights made of the full "
                 f"export: {listed(self.differing)}"
@@ -356,6 +357,7 @@ class Session:
         self._seconds[stage] = self._seconds.get(stage, 0.0) + time.perf_counter() - started
 
     def _announce(self, message: wire.LoadBucket) -> None:
+        # Buckets are announced in order, and none twice.
         expected = len(self._loaded) + len(self._begun) + len(self._announced)
         if message.index != expected:
             raise SessionError(f"got bucket {message.index}, expected {expected}")
@@ -363,6 +365,7 @@ class Session:
 
     def _load(self, message: wire.LoadBucket, layout: BucketLayout) -> None:
         self._steps.before_loading(layout)
+        # All models of the session load the same bytes: a draft model and its target.
         nbytes = self._arranged_nbytes(message) if message.arranged else layout.nbytes
         source = self._memory_of(message).source(message, nbytes)
         replayed = [
@@ -391,6 +394,7 @@ class Session:
 
     def _finish(self, finish: wire.Finish) -> SyncOutcome:
         """Check that every tensor came exactly once, and end the sync of all loaders."""
+        # A lost or repeated message must not publish a part of the weights.
         num_tensors = sum(len(layout.tensors) for layout in self._loaded)
         if (finish.num_buckets, finish.num_tensors) != (len(self._loaded), num_tensors):
             raise SessionError(
@@ -402,6 +406,7 @@ class Session:
         _check_distinct(tuple(self._loaded))
         outcomes = [loader.finish() for loader in self._loaders]
         synchronize(self._device)
+        # The trainer plans by the model that can do the least.
         least = min(outcomes, key=attrgetter("may_read_in_place", "num_replayed"))
         logger.info(
             "sync: %d buckets replayed, %d loaded eagerly%s",

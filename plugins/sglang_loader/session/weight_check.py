@@ -152,7 +152,7 @@ def _view(
     if getattr(model, "quant_config", None) is not None:  # by SGLang, or its checkpoint is
         unknown = f"a quantised model ({context['quantization']}), except which weights are in fp8"
         return view_of_quantised(uses, unknown)
-    if context["pp_size"] != 1:
+    if context["pp_size"] != 1:  # the ranks of one stage have only a part of the model
         return RankView(unknown=f"pipeline parallel, {context['pp_size']} stages")
     if problem := next((bucket.problem for bucket in uses if bucket.problem is not None), None):
         return RankView(unknown=problem)

@@ -124,6 +124,7 @@ def join(place: GroupPlace, rank: int, device: torch.device) -> Any:
     if device.type == "cuda":
         torch.cuda.set_device(device)  # each thread has its own, and starts with GPU 0
     check_reachable(place.address, place.port)
+    # A short limit for the first answers, until the trainer's own limit is read from the store.
     answer_s = timedelta(seconds=ANSWER_TIMEOUT_S)
     store = TCPStore(
         place.address, place.port, place.world_size, wait_for_workers=False, timeout=answer_s
@@ -145,6 +146,7 @@ def join(place: GroupPlace, rank: int, device: torch.device) -> Any:
         group.set_timeout(default_pg_timeout)  # each wait for a broadcast has its own limit
         _connect(group, num_trainers, device, limit_s)
     except Exception as error:
+        # A group that is only partly connected is of no use.
         if group is not None:
             leave(group, broken=True)
         if not isinstance(error, RuntimeError):
@@ -275,6 +277,7 @@ def _end_collectives(group: Any) -> None:
 
 
 def _run_for_a_while(step: Callable[[], None], name: str) -> None:
+    # Each thread has its own current GPU.
     gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def run(_: object) -> None:

@@ -62,6 +62,7 @@ class FusedCopies:
         def is_for_kernel(tensor: torch.Tensor) -> bool:
             return tensor.device == device and tensor.data_ptr() % WORD.itemsize == 0
 
+        # Each copy goes to the kernel if both of its sides are whole words on `device`.
         launches: list[Callable[[], object]] = []
         torch_copies: Sequence[CopyFrom] = self._copies
         with torch.inference_mode(False), torch.no_grad():

@@ -105,6 +105,7 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _copy_tiles(tiles, entries, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+        # This program's tile: the number of its `Rows`, and its part of them.
         tile = tiles + tl.program_id(0).to(tl.int64) * 2
         entry = entries + tl.load(tile).to(tl.int64) * 6
         part = tl.load(tile + 1).to(tl.int64)
@@ -117,6 +118,7 @@ if triton is not None:
         word = tl.arange(0, TILE)
         # Each name has one type: Triton compiles both branches.
         if run >= TILE:
+            # A part of one long row.
             per_row = (run + TILE - 1) // TILE
             line = part // per_row
             start = (part - line * per_row) * TILE
@@ -124,6 +126,7 @@ if triton is not None:
             words = tl.load(src + line * src_stride + start + word, mask=within)
             tl.store(dst + line * dst_stride + start + word, words, mask=within)
         else:
+            # As many whole short rows as fit into a tile.
             short = run.to(tl.int32)
             step = TILE // short
             near = word // short

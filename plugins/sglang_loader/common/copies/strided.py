@@ -39,11 +39,12 @@ def copy_views(
     counts = [count for count, _, _ in copy.dims]
     src_strides = [src for _, src, _ in copy.dims]
     dst_strides = [dst for _, _, dst in copy.dims]
-    if copy.unit.cast is not None:
+    if copy.unit.cast is not None:  # torch converts element by element
         src_dtype, dst_dtype = copy.unit.cast
         assert isinstance(src_dtype, torch.dtype) and isinstance(dst_dtype, torch.dtype)
         units = copy.run
     else:
+        # The widest word whose size divides all offsets, strides, lengths and addresses.
         aligned = math.gcd(
             8, src_start, dst_start, copy.run, buffer.untyped_storage().data_ptr(),
             base.data_ptr(), *src_strides, *dst_strides,

@@ -97,6 +97,8 @@ def compose(source: ByteMap, copy: StridedCopy) -> Iterator[StridedCopy]:
     if source.is_dense:
         yield replace(copy, src=source.offset + copy.src)
         return
+    # Add up digits, instead of positions. While no sum reaches its digit's count, nothing is
+    # carried, and each stride in the tensor is one stride in the parameter.
     unit = copy.unit
     at = source.digits(copy.src)
     dims = (*copy.dims, (copy.run, unit.src_bytes, unit.dst_bytes))
@@ -110,6 +112,7 @@ def compose(source: ByteMap, copy: StridedCopy) -> Iterator[StridedCopy]:
             yield from compose(source, part)
         return
     moved = [(n, source.distance(step), dst) for (n, _, dst), step in zip(dims, steps, strict=True)]
+    # The run stays a run only if its units are consecutive in the parameter, too.
     run = 1
     if moved[-1][1] == unit.src_bytes or copy.run == 1:
         *moved, (run, _, _) = moved

@@ -111,8 +111,10 @@ def collapse(dims: Iterable[Dim], run: int, unit: Unit) -> tuple[tuple[Dim, ...]
     """Return the same set of moves with as few dimensions as possible, widest run innermost."""
     # Ordered by destination stride: a copy may run in any order if it writes no byte twice.
     ordered = sorted((d for d in dims if d[0] != 1), key=itemgetter(2, 1), reverse=True)
+    # Innermost dimensions that continue the run on both sides become a part of the run.
     while ordered and ordered[-1][1:] == (run * unit.src_bytes, run * unit.dst_bytes):
         run *= ordered.pop()[0]
+    # A dimension that continues the next inner one on both sides is merged with it.
     merged: list[Dim] = []
     for count, src_stride, dst_stride in ordered:
         if merged and merged[-1][1:] == (count * src_stride, count * dst_stride):
@@ -194,6 +196,7 @@ def _cut_run(copy: StridedCopy, starts: Sequence[int], i: int) -> Iterator[Strid
 
 def _cut(copy: StridedCopy, room: int) -> list[StridedCopy]:
     """Cut along the outermost dimension: first a part of up to `room` bytes, or one step."""
+    # As many steps as end within `room`, but at least one. A single step may still be too long.
     (count, src_stride, dst_stride), *inner = copy.dims
     step = replace(copy, dims=tuple(inner))
     extent = step.src_bounds()[1] - copy.src

@@ -39,6 +39,7 @@ def merge_runs(runs: Iterable[tuple[npt.NDArray[np.int64], int]]) -> list[Interv
         return []
     start = np.concatenate([starts for starts, _ in ends])
     stop = np.concatenate([stops for _, stops in ends])
+    # An interval begins where a start lies beyond all stops of the runs before it.
     order = np.argsort(start, kind="stable")
     start, reach = start[order], np.maximum.accumulate(stop[order])
     first = np.flatnonzero(np.concatenate(([True], start[1:] > reach[:-1])))
@@ -65,7 +66,7 @@ def subtract(merged: Sequence[Interval], removed: Iterable[Interval]) -> list[In
     """Return the bytes of `merged` that are in none of `removed`."""
     left: list[Interval] = []
     cuts = merge(removed)
-    at = 0
+    at = 0  # the first cut that may still meet this interval
     for start, stop in merged:
         while at < len(cuts) and cuts[at][1] <= start:
             at += 1

@@ -65,7 +65,7 @@ class Channel(Generic[Received]):
         self._received: deque[Received] = deque()
         self._is_peer_gone = False
         self.has_heard = False
-        self._connect_deadline: float | None = None  # None: connected, or nobody to connect to
+        self._connect_deadline: float | None = None  # None: connected, or the trainer's end
         events = zmq.EVENT_CONNECTED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_DISCONNECTED
         self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(events)
         is_file = bind and endpoint.startswith("ipc://")
@@ -76,6 +76,7 @@ class Channel(Generic[Received]):
             if bind:
                 self._socket.bind(endpoint)
             else:
+                # zmq connects in the background and reports the result to the monitor.
                 self._connect_deadline = time.monotonic() + CONNECT_TIMEOUT_S
                 self._socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
                 self._socket.connect(address or endpoint)
@@ -148,6 +149,7 @@ class Channel(Generic[Received]):
         """
         deadline = time.monotonic() + limit_s
         while not self.has_message():
+            # `has_message` came first: the trainer still reads a dead engine's last messages.
             if self._is_peer_gone:
                 raise PeerLost(f"the {self._peer}'s process is gone")
             if watch is not None:
@@ -181,7 +183,7 @@ class Channel(Generic[Received]):
             data = self._socket.recv()
             self.has_heard = True
             message = self._checked(data)
-            if isinstance(message, wire.Abort):
+            if isinstance(message, wire.Abort):  # overtakes all messages that wait
                 self._received.appendleft(message)
             else:
                 self._received.append(message)

@@ -115,7 +115,7 @@ class SessionFolder:
         try:
             os.close(open_private(self.path))
             self._fill(self.path)
-        except OSError:
+        except OSError:  # the folder itself is gone, or is another user's by now
             self._finalizer.detach()
             self._make()
 
@@ -136,9 +136,9 @@ def _remove_if_orphan(path: Path, folder: int) -> None:
     lock: IO[str] | None = None
     try:
         lock = _try_lock(folder)
-        if lock is None:
+        if lock is None:  # its process lives
             return
-    except FileNotFoundError:
+    except FileNotFoundError:  # a folder that is being made, or whose making broke off
         age_s = time.time() - os.fstat(folder).st_mtime
         if not path.name.startswith(UNFINISHED) or age_s < STALE_S:
             return
