@@ -250,7 +250,7 @@ def is_idle(updater: Any) -> bool:
     return bool(updater.is_fully_idle(ignore_waiting=updater.scheduler._engine_paused))
 
 
-def why_weights_stay(updater: Any) -> str | None:
+def release_problem(updater: Any) -> str | None:
     """Return the reason why SGLang's own check, from 0.5.17 on, forbids a release, or None."""
     try:
         getattr(updater, "_assert_weight_cache_inactive", str)("a release")
@@ -372,7 +372,7 @@ def without_cpu_backup(runner: Any) -> Iterator[None]:
         saver.region = region
 
 
-def why_stock_backup(runner: Any, problem: str | None) -> str | None:
+def stock_backup_reason(runner: Any, problem: str | None) -> str | None:
     """Return the reason why this launch must use SGLang's own host backup, or None.
 
     Args:

@@ -339,4 +339,4 @@ class TestMemory:
                 pass
         assert allocations.nbytes_under("weights", 0) == 8
         assert allocations.nbytes_under("weights", 0, on_host=True) == 4
-        assert allocations.why_not_enumerable() is None
+        assert allocations.enumeration_problem() is None

@@ -352,7 +352,7 @@ def test_whole_buckets_are_wanted_where_an_arranged_one_would_load_otherwise(
 def test_what_cannot_be_proved_now_is_asked_again(loader, caplog, monkeypatch):
     with monkeypatch.context() as patch:
         for_lack = mock.Mock(side_effect=torch.OutOfMemoryError("no memory"))
-        patch.setattr("sglang_loader.session.model_loader.why_misarranged", for_lack)
+        patch.setattr("sglang_loader.session.model_loader.arrangement_difference", for_lack)
         assert loader.arrange() is ALL_WHOLE
     assert "the check failed: OutOfMemoryError('no memory')" in caplog.text
     assert loader.arrange() is not ALL_WHOLE

@@ -168,10 +168,10 @@ def test_random_weights_are_not_served_until_a_sync_is_published(random_weights)
     assert "load_format=dummy" in gate_hooks.gate_reason()
     for tags in ({"weights", "kv_cache"}, set()):  # verl sleeps an engine right after its launch
         random_weights.offload_tags = tags
-        gate_hooks.set_gate(gate_hooks.why_closed(random_weights))
+        gate_hooks.set_gate(gate_hooks.closing_reason(random_weights))
         assert pull([]) == []
     gate_hooks.note_published()
-    gate_hooks.set_gate(gate_hooks.why_closed(random_weights))
+    gate_hooks.set_gate(gate_hooks.closing_reason(random_weights))
     assert [message.rid for message in pull([])] == ["a"]
 
 
@@ -276,7 +276,7 @@ def test_why_the_gate_is_closed(monkeypatch, tags, stale, graphs, reason):
     monkeypatch.setenv(GRAPHS_VARIABLE, graphs)
     monkeypatch.setattr(gate_hooks, "backup_of", lambda _: SimpleNamespace(stale=stale))
     updater = SimpleNamespace(offload_tags=set(tags), tp_worker=Mock())
-    assert gate_hooks.why_closed(updater) == reason
+    assert gate_hooks.closing_reason(updater) == reason
 
 
 # In the process that serves HTTP.

@@ -33,14 +33,14 @@ from sglang_loader.common.engine_settings import (
 )
 from sglang_loader.common.regions.intervals import num_bytes
 from sglang_loader.common.stage_costs import Cost, by_rank
-from sglang_loader.hooks.request_gate import set_gate, why_closed
+from sglang_loader.hooks.request_gate import closing_reason, set_gate
 from sglang_loader.hooks.tp_ranks import TPRanks, attempt
 from sglang_loader.host_backup.allocations import (
     WEIGHTS_TAG,
+    enumeration_problem,
     nbytes_in_pool,
     nbytes_under,
     under_weights_tag,
-    why_not_enumerable,
 )
 from sglang_loader.host_backup.backup import WeightsBackup, backup_of, create_backup
 from sglang_loader.upstream import (
@@ -49,8 +49,8 @@ from sglang_loader.upstream import (
     is_idle,
     is_ours,
     memory_tags,
-    why_stock_backup,
-    why_weights_stay,
+    release_problem,
+    stock_backup_reason,
     with_facts,
     without_cpu_backup,
 )
@@ -75,7 +75,7 @@ def load_model(original: Original, runner: Any) -> None:
     if arguments.enable_memory_saver and graphs_are_released_by_tag():
         force_preload()
     policy = requested_host_backup()
-    reason = None if policy == "on" else why_stock_backup(runner, why_not_enumerable())
+    reason = None if policy == "on" else stock_backup_reason(runner, enumeration_problem())
     if reason is not None:
         text = "host_backup=%s has no effect, SGLang decides which weights the host keeps: %s"
         logger.info(text, policy, reason)
@@ -133,7 +133,7 @@ def release_tags(original: Original, updater: Any, request: Any) -> Any:
     is_busy = failure is None and not is_idle(updater)
     if is_busy:
         failure = f"release of {tags} refused: requests are running"
-    if failure is None and WEIGHTS_TAG in tags and (reason := why_weights_stay(updater)):
+    if failure is None and WEIGHTS_TAG in tags and (reason := release_problem(updater)):
         failure = f"release of {tags} refused: {reason}"
     model = updater.tp_worker.model_runner.model
     backup = backup_of(model) if WEIGHTS_TAG in tags else None
@@ -209,7 +209,7 @@ def _call_by_tag(
         seconds, host_bytes = time.perf_counter() - started, _host_bytes(updater, tag)
         costs[tag] = {"seconds": seconds, "gpu_bytes": sizes[tag], "host_bytes": host_bytes}
     # All ranks close or open their gates together, for the reason of the first that has one.
-    closed = failure or why_closed(updater)
+    closed = failure or closing_reason(updater)
     outcomes = ranks.gather((costs, failure, closed))
     closed = next((reason for _, _, reason in outcomes if reason), None)
     rank_costs = by_rank([costs for costs, _, _ in outcomes])

@@ -191,7 +191,7 @@ def receive_through_gate(original: Original, receiver: Any) -> Any:
     return _gate.let_through(messages)
 
 
-def why_closed(updater: Any) -> str | None:
+def closing_reason(updater: Any) -> str | None:
     """Return the reason why this rank's engine must not compute, or None."""
     released = sorted(updater.offload_tags)
     if not graphs_are_released_by_tag():
@@ -222,7 +222,7 @@ def note_other_update(original: Original, updater: Any, request: Any) -> Any:
     reply = original(updater, request)
     if _has_random_weights and reply.success:
         note_published()
-        set_gate(why_closed(updater))
+        set_gate(closing_reason(updater))
         reply = with_facts(reply, closed=gate_reason())
     return reply
 

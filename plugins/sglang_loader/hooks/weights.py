@@ -34,11 +34,11 @@ from sglang_loader.common.session.messages import (
 )
 from sglang_loader.hooks.proof import proof_fact
 from sglang_loader.hooks.request_gate import (
+    closing_reason,
     gate_reason,
     note_other_update,
     note_published,
     set_gate,
-    why_closed,
 )
 from sglang_loader.hooks.tp_ranks import TPRanks, attempt
 from sglang_loader.hooks.update_groups import groups_of
@@ -282,7 +282,7 @@ class WeightUpdate:
         elif any(touched):
             self._backup.sync_failed()
         if any(touched):  # otherwise nothing has changed
-            set_gate(why_closed(self._updater) or next(iter(failures), None))
+            set_gate(closing_reason(self._updater) or next(iter(failures), None))
         names = list(dict.fromkeys(name for names in differing for name in names))
         self.proof_fact = proof_fact(self.proof, names, is_good=not failures)
         return failures

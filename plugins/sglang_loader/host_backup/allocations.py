@@ -81,7 +81,7 @@ def _nbytes_on(segments: Iterable[Mapping[str, Any]], device_index: int) -> int:
     return sum(s["total_size"] for s in segments if s["device"] == device_index)
 
 
-def why_not_enumerable() -> str | None:
+def enumeration_problem() -> str | None:
     """Return the reason why the memory under a tag cannot be enumerated here, or None."""
     try:
         from torch_memory_saver import torch_memory_saver

@@ -5,7 +5,8 @@
         replay_once(arranged.plan, destinations, load_weights, gathered)
 
 The arranged bytes are in the order of the bucket. A tensor that is read more than once comes whole.
-Arrangements are made when a trainer first asks for them. `verify.why_misarranged` proves them.
+Arrangements are made when a trainer first asks for them. `verify.arrangement_difference` checks
+them.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from sglang_loader.common.regions.intervals import (
     subtract,
 )
 from sglang_loader.load_plan.destinations import Destinations
-from sglang_loader.load_plan.left_out import derived_writes, recomputed, why_stale
+from sglang_loader.load_plan.left_out import derived_writes, recomputed, stale_weight
 from sglang_loader.load_plan.plan import SCRATCH, BucketPlan, LoadPlan, PlanRefused
 from sglang_loader.load_plan.trace import Space, Step, TracedBucket, in_space
 
@@ -264,7 +264,7 @@ def join_buckets(buckets: Sequence[BucketPlan], destinations: Destinations) -> L
     """
     # One bucket's plan may be right by itself and still wrong in the sync: check them together.
     storages = destinations.storages
-    if (stale := why_stale(buckets, destinations)) is not None:
+    if (stale := stale_weight(buckets, destinations)) is not None:
         raise PlanRefused(stale)
     writes = _merge_all(bucket.writes for bucket in buckets)
     # A decision by data that the sync itself changes cannot be replayed.

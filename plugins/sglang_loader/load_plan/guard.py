@@ -1,6 +1,6 @@
 """Check, before every sync, that a load plan still holds. The result is a reason, or None.
 
-`what_changed` compares the engine's context (plain values that may change while the engine lives,
+`context_change` compares the engine's context (plain values that may change while the engine lives,
 such as the expert map) with the context of the plan. `DestinationProbe` checks the model's modules
 and tensors: they must be at the same places, and loaded by the same functions. The probe takes
 under 1 ms for 30 B.
@@ -18,7 +18,7 @@ from torch import nn
 from sglang_loader.load_plan.destinations import Destinations, iterate_tensors
 
 
-def what_changed(earlier: Mapping[str, object], current: Mapping[str, object]) -> str | None:
+def context_change(earlier: Mapping[str, object], current: Mapping[str, object]) -> str | None:
     """Return the first difference of two contexts, or None."""
     for key in sorted({*earlier, *current}):
         if (old := earlier.get(key)) != (new := current.get(key)):

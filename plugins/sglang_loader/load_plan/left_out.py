@@ -3,7 +3,7 @@
 Zeros in a padded row stay as they are. Some weights are derived from other weights: MLA's `w_kc`,
 which some models compute for all layers in every call. Derived weights may stay as they are if they
 are up to date. So the last bucket of a sync that writes their sources must derive them, too. The
-proof of one bucket cannot show this. `why_stale` therefore looks at all buckets of a sync.
+proof of one bucket cannot show this. `stale_weight` therefore looks at all buckets of a sync.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def is_written(refs: Iterable[TensorRef], writes: Writes) -> bool:
     return any(meets(writes.get(ref.index, ()), ref.region.bounds()) for ref in refs)
 
 
-def why_stale(buckets: Sequence[BucketPlan], destinations: Destinations) -> str | None:
+def stale_weight(buckets: Sequence[BucketPlan], destinations: Destinations) -> str | None:
     """Return a text about the first weight that a sync by these plans would leave stale, or None.
 
     A weight is stale if `load_weights` would leave other bytes.

@@ -121,7 +121,7 @@ def check_bucket(
     return reason
 
 
-def why_misarranged(
+def arrangement_difference(
     bucket: BucketPlan, arranged: ArrangedBucket, destinations: Destinations
 ) -> str | None:
     """Prove that the plan of an arranged bucket copies the same bytes as the bucket's own plan.

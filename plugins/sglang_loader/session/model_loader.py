@@ -31,10 +31,10 @@ from sglang_loader.common.session.messages import MAKING_PLAN, SessionError
 from sglang_loader.host_backup.backup import backup_of
 from sglang_loader.load_plan.arrange import ALL_WHOLE, ArrangedBuckets
 from sglang_loader.load_plan.executor import PlanExecutor
-from sglang_loader.load_plan.guard import DestinationProbe, what_changed
+from sglang_loader.load_plan.guard import DestinationProbe, context_change
 from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, PlanRefused
 from sglang_loader.load_plan.uses import BucketUses
-from sglang_loader.load_plan.verify import why_misarranged
+from sglang_loader.load_plan.verify import arrangement_difference
 from sglang_loader.session.recording import PlanRecorder, contents_of
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class ModelLoader:
             is_eager: if True, every bucket of this sync goes through `load_weights`, and the plan
                 is kept.
         """
-        changed = what_changed(self._context, context)
+        changed = context_change(self._context, context)
         uses_plan = uses_plan and self._distrust is None
         self._context, self._reason = context, self._distrust
         self._num_replayed, self.uses, self._failed_replay = 0, [], None
@@ -206,14 +206,14 @@ class ModelLoader:
         """
         self.check_addresses()
         is_planned = self._checked is not None and self._load_mode is not _LoadMode.RECORD
-        if is_planned and (reason := self._why_not_planned(index, layout)):
+        if is_planned and (reason := self._replay_problem(index, layout)):
             self._drop_plan(reason)
         arranged_plan = self._arranged_plan(index) if arranged else None
         if self._load_mode is _LoadMode.REPLAY and self._replay(index, source, arranged_plan):
             return self.plan is not None and not self.plan.buckets[index].rest.tensors
         # Here the plan does not hold, or there is none yet: load eagerly, and record if possible.
         is_first = index == 0 and self._load_mode is _LoadMode.RECORD
-        if is_first and (reason := self._why_not_recorded(layout)):
+        if is_first and (reason := self._recording_problem(layout)):
             self._note_reason(reason)
             self._load_mode = _LoadMode.EAGER
         buffer = source.packed(layout)
@@ -262,7 +262,7 @@ class ModelLoader:
         """Return True if this sync has loaded all buckets of a plan, by the plan or eagerly."""
         return [uses.layout for uses in self.uses] == [bucket.layout for bucket in plan.buckets]
 
-    def _why_not_recorded(self, first: BucketLayout) -> str | None:
+    def _recording_problem(self, first: BucketLayout) -> str | None:
         """Return the reason why no plan is made of a sync that begins with this bucket, or None."""
         if self._num_to_wait > 0:
             self._num_to_wait -= 1
@@ -274,7 +274,7 @@ class ModelLoader:
             return None
         return self._unplannable[1]
 
-    def _why_not_planned(self, index: int, layout: BucketLayout) -> str | None:
+    def _replay_problem(self, index: int, layout: BucketLayout) -> str | None:
         """Return the reason why the plan cannot load this bucket, or None."""
         assert self._checked is not None
         buckets = self._checked.plan.buckets
@@ -380,7 +380,7 @@ def _proved_arrangements(plan: LoadPlan) -> ArrangedBuckets:
     arrangements = ArrangedBuckets.of(plan.buckets)
     for index, arranged in enumerate(arrangements.buckets):
         if arranged is not None:
-            reason = why_misarranged(plan.buckets[index], arranged, plan.destinations)
+            reason = arrangement_difference(plan.buckets[index], arranged, plan.destinations)
             if reason is not None:
                 logger.error("%s: bucket %d: %s", WHOLE_BUCKETS, index, reason)
                 return ALL_WHOLE

@@ -63,7 +63,7 @@ class PlanRecorder:
         self._destinations = traced.destinations
         return traced, replace(uses_of(traced), contents=contents)
 
-    def why_unproven(
+    def plan_difference(
         self, bucket: BucketPlan, destinations: Destinations, buffer: torch.Tensor
     ) -> str | None:
         """Load a bucket eagerly and by its plan, and return how the results differ, or None."""
@@ -84,7 +84,7 @@ class PlanRecorder:
             bucket = compile_bucket(traced)
         except PlanRefused as refused:
             return uses, str(refused)
-        reason = self.why_unproven(bucket, traced.destinations, buffer)
+        reason = self.plan_difference(bucket, traced.destinations, buffer)
         if reason is not None:
             return BucketUses(layout, problem=reason), f"bucket {len(self._buckets)}: {reason}"
         self._buckets.append(bucket)

@@ -29,7 +29,7 @@ from sglang_loader.load_plan.arrange import (
     num_bytes_read,
 )
 from sglang_loader.load_plan.plan import SCRATCH, BucketPlan
-from sglang_loader.load_plan.verify import check_bucket, why_misarranged
+from sglang_loader.load_plan.verify import arrangement_difference, check_bucket
 from support.plan_check import differing, gather, planned, random_bucket, snapshot
 from unit.strided_moves import copies_out_of, indices, moves
 
@@ -252,7 +252,7 @@ def test_a_plan_that_reads_an_arranged_buffer_otherwise_is_found_out():
     assert 5 not in {read.tensor for read in arrangement}, "nobody reads that one"
     before, random_state = snapshot(destinations), torch.get_rng_state()
     with mock.patch.object(executor, "_empty", wraps=executor._empty) as empty:
-        assert why_misarranged(plan, (arrangement, rebased), destinations) is None
+        assert arrangement_difference(plan, (arrangement, rebased), destinations) is None
     made = [call.args[0] for call in empty.call_args_list]
     assert sum(made) == 2 * plan.rest.nbytes, "scratch was made for storages, too"
     scratch = [copy for copy in rebased.copies if copy.storage == SCRATCH]
@@ -266,9 +266,9 @@ def test_a_plan_that_reads_an_arranged_buffer_otherwise_is_found_out():
         replace(rebased, copies=tuple(others)),
         replace(rebased, copies=(first, *others[: -len(scratch)], *swapped)),
     ):
-        assert why_misarranged(plan, (arrangement, wrong), destinations) is not None
+        assert arrangement_difference(plan, (arrangement, wrong), destinations) is not None
     far = replace(rebased, copies=(replace(first, src=arranged_nbytes(arrangement)),))
     with pytest.raises(ValueError, match="in no piece"):
-        why_misarranged(plan, (arrangement, far), destinations)
+        arrangement_difference(plan, (arrangement, far), destinations)
     assert differing(destinations, before) == (), "the model was written"
     assert torch.equal(torch.get_rng_state(), random_state), "ranks would sample other tokens"

@@ -8,7 +8,7 @@ from sglang_loader.load_plan.destinations import (
     collect_destinations,
     first_difference,
 )
-from sglang_loader.load_plan.guard import DestinationProbe, what_changed
+from sglang_loader.load_plan.guard import DestinationProbe, context_change
 
 CONTEXT = {"tp_rank": 0, "expert_map": ((2,), b"01"), "quantization": None}
 
@@ -28,11 +28,11 @@ CONTEXT = {"tp_rank": 0, "expert_map": ((2,), b"01"), "quantization": None}
     ],
 )
 def test_another_context_is_named(change, reason):
-    assert what_changed(CONTEXT, {**CONTEXT, **change}) == reason
+    assert context_change(CONTEXT, {**CONTEXT, **change}) == reason
 
 
 def test_a_context_that_lost_a_key_is_named():
-    assert what_changed({"tp_rank": 1}, {}) == "tp_rank was 1, now None"
+    assert context_change({"tp_rank": 1}, {}) == "tp_rank was 1, now None"
 
 
 CHANGED = "was rebound, or has another shape, stride or dtype"
