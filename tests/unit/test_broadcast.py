@@ -254,7 +254,7 @@ def left(monkeypatch):
     """Groups that were left, and whether as broken ones."""
     found = []
     monkeypatch.setattr(group_hooks, "leave", lambda group, broken: found.append((group, broken)))
-    monkeypatch.setattr(group_hooks, "say_left", lambda group: None)
+    monkeypatch.setattr(group_hooks, "mark_left", lambda group: None)
     return found
 
 

@@ -14,8 +14,8 @@ from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.intervals import merge, subtract
 from sglang_loader.host_backup.allocations import (
     Allocations,
-    blocks_in_use,
     bytes_at,
+    ranges_in_use,
 )
 from sglang_loader.host_backup.backup import BRIDGED_BYTES, backup_of, bridged, create_backup
 from sglang_loader.host_backup.saved_bytes import CHUNK_BYTES, SavedBytes
@@ -230,7 +230,7 @@ def test_blocks_in_use_of_a_snapshot():
         },
         {"blocks": [{"state": "active_allocated", "address": 1, "size": 2, "requested_size": 2}]},
     ]
-    assert merge(blocks_in_use(segments)) == [(1, 3), (1000, 1400), (2024, 2032)]
+    assert merge(ranges_in_use(segments)) == [(1, 3), (1000, 1400), (2024, 2032)]
 
 
 def test_what_no_module_reaches_is_saved_where_the_allocator_tells_of_it(model):

@@ -16,7 +16,7 @@ from sglang_loader.common.broadcast.update_group import (
     GroupPlace,
     join,
     leave,
-    say_left,
+    mark_left,
     secret_of,
 )
 from sglang_loader.common.session.messages import SessionDescriptor, SessionError, check_signature
@@ -78,7 +78,7 @@ def leave_group(original: Original, owner: Any, group_name: str) -> tuple[bool, 
 def _leave(owner: Any, group_name: str) -> None:
     groups = update_groups(owner)
     group = groups[group_name]
-    say_left(group)
+    mark_left(group)
     is_waiting = receiver.is_waiting_in(group)
     receiver.drop_group(group)
     mapped.release()  # otherwise the trainer could not free that memory

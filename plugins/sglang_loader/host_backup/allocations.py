@@ -43,7 +43,7 @@ def under_weights_tag(model: nn.Module) -> Allocations:
     """
     device = next(model.parameters()).device
     segments = [s for s in _segments(WEIGHTS_TAG) if s["device"] == device.index]
-    ranges = tuple(merge(blocks_in_use(segments)))
+    ranges = tuple(merge(ranges_in_use(segments)))
     spans = [(s["address"], s["address"] + s["total_size"]) for s in segments]
     if not any(a <= p.data_ptr() < b for p in model.parameters() for a, b in spans):
         raise RuntimeError(
@@ -53,7 +53,7 @@ def under_weights_tag(model: nn.Module) -> Allocations:
     return Allocations(device, ranges)
 
 
-def blocks_in_use(segments: Sequence[Mapping[str, Any]]) -> Iterator[Interval]:
+def ranges_in_use(segments: Sequence[Mapping[str, Any]]) -> Iterator[Interval]:
     """Yield the address ranges of the tensors in an allocator snapshot's segments."""
     for segment in segments:
         for block in segment["blocks"]:

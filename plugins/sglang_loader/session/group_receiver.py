@@ -111,12 +111,12 @@ class GroupReceiver:
 
     def _buffer(self, index: int, nbytes: int) -> torch.Tensor:
         """Return the buffer for the `index`-th bucket of a sync, at least `nbytes` long."""
-        slot = index % NUM_BUFFERS  # the buffer of the bucket that came `NUM_BUFFERS` before
-        if self._buffers[slot].numel() < nbytes or self._buffers[slot].device != self._device:
+        number = index % NUM_BUFFERS  # the buffer of the bucket that came `NUM_BUFFERS` before
+        if self._buffers[number].numel() < nbytes or self._buffers[number].device != self._device:
             self._sources.clear()
-            self._buffers[slot] = torch.empty(0, dtype=torch.uint8)  # free before growing
-            self._buffers[slot] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        return self._buffers[slot]
+            self._buffers[number] = torch.empty(0, dtype=torch.uint8)  # free before growing
+            self._buffers[number] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        return self._buffers[number]
 
     def has_arrived(self) -> bool:
         """Return True if the oldest bucket that was begun is complete.

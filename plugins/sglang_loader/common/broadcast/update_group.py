@@ -134,7 +134,7 @@ def join(place: GroupPlace, rank: int, device: torch.device) -> Any:
     store.set_timeout(limit)
     try:
         meet(store, place.world_size, limit)  # a wait for a rank in NCCL could never be ended
-        with errors_left_to_us():
+        with without_nccl_watchdog():
             group = init_custom_process_group(
                 backend=backend_of(device),
                 store=store,
@@ -174,7 +174,7 @@ def backend_of(device: torch.device) -> str:
 
 
 @contextmanager
-def errors_left_to_us() -> Iterator[None]:
+def without_nccl_watchdog() -> Iterator[None]:
     """Run the body without torch's watchdog for a NCCL group that the body makes."""
     # The watchdog would end the process if a peer dies or takes long. Here each wait for a transfer
     # has a limit, and aborts the group.
@@ -223,7 +223,7 @@ def meet(store: Any, num_ranks: int, limit: timedelta) -> None:
         raise RuntimeError("the trainer has called it off")
 
 
-def say_left(group: Any) -> None:
+def mark_left(group: Any) -> None:
     """Record in the group's store that this rank leaves, so that `was_left` is true everywhere."""
     with suppress(dist.DistError):  # the store went with the trainer
         _get_process_group_store(group).set(_LEFT, "")
@@ -254,12 +254,12 @@ def leave(group: Any, *, broken: bool) -> None:
             _end_collectives(group)
         dist.destroy_process_group(group)
 
-    _run_for_a_while(step, "leave the update group")
+    _run_with_limit(step, "leave the update group")
 
 
 def abort(group: Any) -> None:
     """Abort all transfers of the group in this process. The group cannot be used any more."""
-    _run_for_a_while(partial(_end_collectives, group), "abort the update group")
+    _run_with_limit(partial(_end_collectives, group), "abort the update group")
 
 
 def _end_collectives(group: Any) -> None:
@@ -276,7 +276,7 @@ def _end_collectives(group: Any) -> None:
             group.recv([nothing], peer, 0).wait(timedelta(milliseconds=1))
 
 
-def _run_for_a_while(step: Callable[[], None], name: str) -> None:
+def _run_with_limit(step: Callable[[], None], name: str) -> None:
     # Each thread has its own current GPU.
     gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
