@@ -125,7 +125,7 @@ class BucketSource:
         return next((memory.device for memory in self.memories.values()), torch.device("cpu"))
 
     def packed(self, layout: BucketLayout) -> torch.Tensor:
-        """Return the bucket as one buffer. Without a copy if the source has the bucket in one.
+        """Return the bucket as one buffer: the source's own memory if possible, else a copy.
 
         Raises:
             ValueError: the source does not hold every byte of every tensor of the layout.

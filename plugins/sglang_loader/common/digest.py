@@ -47,6 +47,7 @@ def digests(storages: Sequence[torch.Tensor]) -> torch.Tensor:
     Args:
         storages: flat contiguous uint8 tensors, at least one.
     """
+    # 64-bit words can only be read at multiples of 8 bytes.
     aligned = [
         data.clone() if data.data_ptr() % 8 or data.storage_offset() % 8 else data
         for data in storages

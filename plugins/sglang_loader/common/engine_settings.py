@@ -22,7 +22,7 @@ STALE_REQUESTS_TIMEOUT_S = 600.0
 
 
 def requested_stale_requests_timeout_s() -> float:
-    """Return how long a request may wait at the closed gate of this process, in seconds."""
+    """Return the longest wait of a request at the closed gate of this process, in seconds."""
     return float(os.environ.get(STALE_REQUESTS_VARIABLE, STALE_REQUESTS_TIMEOUT_S))
 
 

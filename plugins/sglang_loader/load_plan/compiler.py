@@ -115,10 +115,10 @@ def _live_steps(steps: Sequence[Step]) -> list[Step]:
 
 def _refuse_unsafe(steps: Iterable[Step]) -> None:
     for step in steps:
-        if step.traits.random:
+        if step.traits.random:  # every replay would need other numbers
             raise PlanRefused(f"a random operator decides weights: {step.op}")
         for target in step.writes:
-            if target.space is Space.CONSTANT:
+            if target.space is Space.CONSTANT:  # a replay would not write there
                 raise PlanRefused(f"{step.op} writes a tensor that the model does not reach")
 
 

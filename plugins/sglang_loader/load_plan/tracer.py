@@ -104,6 +104,7 @@ def _trace_once(
     moved = first_difference(initial, _collect(model, initial))
     if moved is None and earlier is not None:  # a tensor may be rebound since the last bucket
         moved = first_difference(earlier, initial, new_allowed=True)
+    # A later call may use the kept tensor, which a replay would not repeat.
     if moved is None and any(map(_is_kept, temporary)):
         traced.problems.append("load_weights keeps a tensor that no module of the model has")
     return traced, moved
@@ -122,6 +123,7 @@ def _record(
     watch = HostReadWatch(recorder.note_host_read)
     with inline_thread_pools(), recorder, watch.watching():
         load_weights(iter(views))
+    # A later use of the number would be a read that nothing sees.
     if watch.has_live_scalars:
         raise PlanRefused("load_weights keeps a number that it has read from a tensor (item)")
     made = [ref for number, ref in recorder.temporaries.items() if traced.origins.has(number)]

@@ -73,7 +73,7 @@ class HeldWeights:
 
     @property
     def num_alike(self) -> int:
-        """The number of written storages that held the same bytes as another written one."""
+        """The number of storages that a load plan writes and that held the same bytes as others."""
         seen: Counter[tuple[int, ...]] = Counter()
         for loader, before, held in zip(self.loaders, self.destinations, self.held, strict=True):
             written = loader.plan.coverage if loader.plan is not None else {}

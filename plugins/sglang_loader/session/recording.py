@@ -58,7 +58,7 @@ class PlanRecorder:
             traced = trace_bucket(
                 self._model, self.load_weights, layout, buffer, self._destinations
             )
-        except PlanRefused as refused:
+        except PlanRefused as refused:  # the bucket is loaded all the same
             return None, BucketUses(layout, problem=str(refused))
         self._destinations = traced.destinations
         return traced, replace(uses_of(traced), contents=contents)

@@ -119,11 +119,11 @@ def view_of_sync(
     models: Sequence[Any],
     read_published: Callable[[], PublishedTensors | None] = served_checkpoint,
 ) -> SyncView:
-    """Build this rank's view of the buckets that one model or a draft and its target have loaded.
+    """Build this rank's view of a sync, with one view for each model.
 
     Args:
-        layouts: of the buckets.
-        models: the target is the last.
+        layouts: of the buckets that the models have loaded.
+        models: one model, or a draft model and its target, the target last.
         read_published: returns the published checkpoint.
     """
     target = models[-1]
@@ -165,6 +165,7 @@ def _view(
             view = replace(view, missing=missing, doubtful=doubtful)
         return view
     except Exception as error:
+        # A fault of the check must not fail a good sync. The verdict will be "not checked".
         logger.exception("the manifest check itself failed")
         return RankView(unknown=f"the check itself failed: {error!r}")
 
@@ -184,7 +185,7 @@ def published_tensors(folder: str | Path) -> PublishedTensors | None:
             for file in _files(Path(folder), suffix):
                 tensors.update({tensor.name: tensor for tensor in read(file)})
         except (OSError, KeyError, RuntimeError, SafetensorError, UnpicklingError, AttributeError):
-            continue
+            continue  # the other format may be complete
         if tensors:
             return tensors
     return None

@@ -175,7 +175,7 @@ def backend_of(device: torch.device) -> str:
 
 @contextmanager
 def without_nccl_watchdog() -> Iterator[None]:
-    """Run the body without torch's watchdog for a NCCL group that the body makes."""
+    """Disable torch's watchdog for the NCCL groups that the body makes."""
     # The watchdog would end the process if a peer dies or takes long. Here each wait for a transfer
     # has a limit, and aborts the group.
     setting = os.environ.get(_ERROR_HANDLING)
@@ -263,7 +263,7 @@ def abort(group: Any) -> None:
 
 
 def _end_collectives(group: Any) -> None:
-    """Fail all collectives of the group in this process. Those of its peers with it fail, too."""
+    """Make all collectives of the group fail, in this process and in its peers."""
     group.abort()
     if dist.get_backend(group) != "gloo":
         return

@@ -49,7 +49,9 @@ class FusedCopies:
         targets: Sequence[torch.Tensor],
         device: torch.device,
     ) -> list[Callable[[], object]]:
-        """Return the launches. They do not keep `memories` and `targets` alive.
+        """Return functions that launch the copies between these memories and targets.
+
+        The functions do not keep `memories` and `targets` alive.
 
         Args:
             memories: by number, flat contiguous uint8. Memories that no copy reads are ignored.
@@ -128,7 +130,7 @@ class _WordCopies:
         gpus: npt.NDArray[np.int64],
         device: torch.device,
     ) -> Callable[[], object]:
-        """Return the launch.
+        """Return a function that launches the kernel.
 
         Args:
             gpus: for each memory the number of its GPU.

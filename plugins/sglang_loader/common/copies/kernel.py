@@ -78,6 +78,7 @@ def tables_of(entries: Sequence[Rows]) -> tuple[npt.NDArray[np.int64], npt.NDArr
     """
     fields = np.array(entries, dtype=np.int64).reshape(-1, 6)
     run, rows = fields.T[4:]
+    # Tiles of a long row times the number of rows, or short rows, as many in a tile as fit.
     return fields, tile_table(-(-run // TILE_WORDS) * -(-rows // np.maximum(TILE_WORDS // run, 1)))
 
 

@@ -161,7 +161,7 @@ def _parent() -> Path:
 
 @contextmanager
 def checked_address(endpoint: str) -> Iterator[str]:
-    """Check that an address is a socket in such a folder of this user.
+    """Check that an address is a socket in a `SessionFolder` of this user.
 
     Yields another address of the same socket. In the body, the other address stays that of the same
     socket, whatever becomes of the path.
