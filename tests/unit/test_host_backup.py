@@ -219,7 +219,7 @@ def test_bridging_adds_only_allocated_bytes_and_loses_none(allocated, removed):
 # What is allocated.
 
 
-def test_blocks_in_use_of_a_snapshot():
+def test_ranges_in_use_of_a_snapshot():
     segments = [
         {
             "blocks": [

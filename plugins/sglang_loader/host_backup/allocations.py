@@ -100,8 +100,8 @@ def _segments(tag: str, *, on_host: bool = False) -> Iterator[Mapping[str, Any]]
     Args:
         on_host: if True, only the segments with a host backup.
     """
-    # There is no public way to list the pools. The key of a pool starts with its tag, and with True
-    # if there is a host backup (0.0.10, pinned by a contract test).
+    # There is no public way to list the pools. The key of a pool starts with its tag and a flag,
+    # which is True with a host backup (0.0.10, pinned by a contract test).
     from torch_memory_saver import torch_memory_saver
 
     implementation = torch_memory_saver._impl

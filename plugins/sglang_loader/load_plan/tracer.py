@@ -13,8 +13,8 @@ What the mode cannot see is named or prevented:
   reports the other reads.
 - A loader may keep memory for a later call, in a place that the model does not reach. Its use would
   not be replayed. Such memory is still alive after the load, and the plan is refused.
-- No mode sees threads, kernels and C++. `verify.check_bucket` finds their writes. If they decide by
-  data that they read, that is not found.
+- No mode sees threads, kernels and C++. `verify.check_bucket` finds their writes. A decision by
+  data that they read is not found.
 """
 
 from __future__ import annotations

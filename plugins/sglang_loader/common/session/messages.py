@@ -19,11 +19,11 @@ messages go over a socket that the trainer binds, in a private folder of the hos
     Failed(traceback), at any time    ->
 
 Loaded is the engine's acknowledged prepare. All TP ranks of the engine have loaded the sync. They
-have judged together that the sync fits the model and passes its proof. From then on, all replicas
-publish the sync unless a process dies. The engine publishes weights only after the Commit. With the
-Commit the trainer confirms that on every rank its memory was unchanged until the engine had read
-it. An Abort, or the trainer's death, overtakes all earlier messages: a slow engine must not act on
-a sync that its trainer has given up.
+have judged together that the sync fits the model and passes its proof. From then on, one replica
+can publish what another does not publish only if a process dies. The engine publishes weights only
+after the Commit. With the Commit the trainer confirms that on every rank its memory was unchanged
+until the engine had read it. An Abort, or the trainer's death, overtakes all earlier messages: a
+slow engine must not act on a sync that its trainer has given up.
 
 Hello names the load plan that the engine holds, and the arrangements by which buckets may come in
 this sync (see `layout`). Any bucket may come whole. Loaded brings the arrangements that the trainer
