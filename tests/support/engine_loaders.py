@@ -91,9 +91,9 @@ def _counted(serve: Callable[..., Any]) -> Callable[..., Any]:
         _loads["begun"] += 1
         if _loads["begun"] == _loads["nth"]:
             time.sleep(_loads["seconds"])
-        result = serve(*arguments, **options)
-        _loads["done"] += 1
-        return result
+        failures = serve(*arguments, **options)
+        _loads["done"] += not failures  # a session that is refused, or fails, returns why
+        return failures
 
     return counting
 
