@@ -223,7 +223,7 @@ def export_of(rank, model):
             for name, tensor in exported
             if tensor.dtype != reference[name].dtype or not torch.equal(tensor, reference[name])
         ],
-        "off": off,
+        "off": off and off.text,
         "misplaced": misplaced(export, source_map, ranks) if off is None else [],
         "num_served": [served[rank] for rank in everyone],
         "num_storages": actor.num_storages,
