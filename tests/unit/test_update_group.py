@@ -28,6 +28,8 @@ from verl_sglang_sync.engine.update_groups import Replica, UpdateGroupError, Upd
 
 LIMIT_S = 60
 LIMIT = timedelta(seconds=LIMIT_S)
+IMPORTED_WITHIN_S = 240
+"""In which a process of its own has also imported SGLang, on a busy machine."""
 EXCEEDED = r"not all ranks .* \(limit: 1 s, of timeouts_s.group, else request_timeout_s\): "
 CPU = torch.device("cpu")
 NO_ROOM = RequestFailed("no room", endpoint="http://1/init", status=400)
@@ -119,13 +121,13 @@ def test_a_group_forms_on_a_host_whose_dns_is_silent(tmp_path):
             log = tmp_path / f"rank{len(ranks)}.log"
             ranks.append(Remote(make, environment=environment, log=log, command=host.prefix))
             stack.callback(ranks[-1].end)
-        results_of(finish(ranks, LIMIT_S))
+        results_of(finish(ranks, IMPORTED_WITHIN_S))
         ranks[0].begin(lambda served: served[1].port)
-        (port,) = results_of(finish(ranks[:1], LIMIT_S))
+        (port,) = results_of(finish(ranks[:1], IMPORTED_WITHIN_S))
         place = GroupPlace("weight_sync_a", host.address, port, 2)
         for number, rank in enumerate(ranks):
             rank.begin(lambda _, number: join(place, number, CPU).size(), number)
-        assert results_of(finish(ranks, LIMIT_S)) == [2, 2]
+        assert results_of(finish(ranks, IMPORTED_WITHIN_S)) == [2, 2]
 
 
 class Engine:
