@@ -203,7 +203,7 @@ def export_of(rank, model):
 
     Returns:
         "names" of all tensors, as they come; "different": those that are not the checkpoint's, bit
-        for bit; "off": why the export does not say what it reads, or None; else "misplaced": those
+        for bit; "off": why the export does not name what it reads, or None; else "misplaced": those
         that are not where the trace says, and "num_served": by rank, how many shards it gives to
         how many readers, itself among them; "num_storages": in how many pieces of memory the
         parameters lie.
@@ -246,7 +246,7 @@ def test_the_export_is_the_checkpoint_on_every_rank(case):
         assert seen["different"] == []
         assert 1 <= seen["num_storages"] <= 2 * layout.vpp
         if layout.mbridge:
-            assert "does not say which tensors it reads" in seen["off"]
+            assert "does not name the tensors that it reads" in seen["off"]
             continue
         assert (seen["off"], seen["misplaced"]) == (None, [])
         size = len(seen["num_served"]) // layout.pp

@@ -351,7 +351,9 @@ def test_a_rank_finds_the_wrong_byte_that_is_in_its_own_shard(case, data):
             start <= place < stop for start, stop in map(ranges.range_of, _own_shards(ranges))
         )
         expected = expected or (tensor.name if is_own else None)
-    with mock.patch.object(comparison, "MAX_AHEAD_BYTES", data.draw(st.sampled_from([0, 1 << 30]))):
+    with mock.patch.object(
+        comparison, "MAX_PENDING_BYTES", data.draw(st.sampled_from([0, 1 << 30]))
+    ):
         found = comparison.Comparison(traced, shards, torch.device("cpu"))
         first = data.draw(st.integers(0, len(exported)))
         found.add([*exported.items()][:first])

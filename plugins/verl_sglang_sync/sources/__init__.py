@@ -1,1 +1,1 @@
-"""Sources of the bytes: the export, and the parameters that it is made from."""
+"""Sources of the bytes: the export, and the parameters that an export is made from."""

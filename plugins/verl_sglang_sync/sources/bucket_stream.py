@@ -1,17 +1,16 @@
-"""Cuts the trainer's export into buckets, and remembers how: the next sync is cut by comparison.
-
-Planning and describing 18,867 tensors costs 0.2 s of Python. A trainer exports the same names,
-shapes and dtypes at every sync, so the first sync's buckets are kept, and a later one only checks
-that the stream is the same, a bucket at a time:
+"""Cuts the trainer's export into buckets, and keeps the buckets for the next sync.
 
     stream = BucketStream(bucket_bytes)
     for batch in stream.batches(export, report):
         pack(batch.bucket, batch.tensors)
 
-Where the stream differs, what was not sent yet is planned anew, and so is the next sync.
+The first sync plans its buckets. A trainer exports the same names, shapes and dtypes at every sync,
+so a later sync only compares its export with the kept buckets, a bucket at a time. At the first
+difference the rest of the export is planned. The next sync is then planned as a whole.
 
-`BucketPlanner` cuts: pure, and the same on every rank. A bucket is a run of tensors whose bytes fit
-a limit, but two tensors that the engine's `load_weights` combines within one call stay together.
+`BucketPlanner` does the planning, with the same result on every rank. A bucket is a run of tensors
+whose bytes fit a limit. Two tensors that the engine's `load_weights` combines within one call are
+in the same bucket.
 """
 
 from __future__ import annotations
@@ -47,52 +46,55 @@ _DEEPSEEK_V4 = tuple(
     )
 )
 FUSED_PAIRS = _DEEPSEEK_MLA + _DEEPSEEK_V4
-"""Suffixes of two tensors' names that are equal otherwise."""
+"""Suffixes of the names of two tensors. The names are equal before the suffix."""
 
 _FIRST_OF_PAIR = {suffix: pair[0] for pair in FUSED_PAIRS for suffix in pair}
 _PAIRED = tuple(_FIRST_OF_PAIR)
 
 
 class BucketPlanner:
-    """Greedy, order-preserving planner: `add` every tensor, then `finish`.
-
-    The first tensor of a fused pair waits for the other. If that never comes (a DeepSeek without
-    q_a, say), `finish` places the one that waits, so no tensor is ever lost.
+    """Planner that fills one bucket after the other: `add` every tensor, then `finish`.
 
     Args:
-        bucket_bytes: at least 1; a unit larger than that gets a bucket to itself.
+        bucket_bytes: size limit of a bucket, at least 1. A tensor or fused pair that is larger
+            gets a bucket to itself.
     """
 
     def __init__(self, *, bucket_bytes: int) -> None:
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes={bucket_bytes}: expected at least 1")
         self._limit = bucket_bytes
-        self._waiting: dict[str, TensorSpec] = {}
+        self._waiting: dict[str, TensorSpec] = {}  # tensors whose fused partner is still to come
         self._open: list[TensorSpec] = []
         self._open_bytes = 0
         self._names: set[str] = set()
 
     def add(self, spec: TensorSpec) -> list[BucketLayout]:
-        """Take the next tensor; return the buckets (none or one) that it closes."""
+        """Take the next tensor, and return the buckets that are complete (none or one).
+
+        Raises:
+            ValueError: a tensor of this name was added before.
+        """
         name, _, _ = spec
         if name in self._names:
             raise ValueError(f"tensor {name!r} was exported twice in one sync")
         self._names.add(name)
         if (pair := _pair_of(name)) is None:
             return self._place([spec])
-        if (other := self._waiting.pop(pair, None)) is None:
+        if (partner := self._waiting.pop(pair, None)) is None:
             self._waiting[pair] = spec
             return []
-        return self._place([other, spec])
+        return self._place([partner, spec])
 
     def finish(self) -> list[BucketLayout]:
-        """Place what still waits; the last bucket returned, if any, is the final one."""
+        """Return all buckets that are left. The last one, if any, ends the export."""
+        # A partner may never come, as in a DeepSeek without q_a. No tensor may be lost.
         closed = [layout for spec in self._waiting.values() for layout in self._place([spec])]
         self._waiting.clear()
         return [*closed, self._close()] if self._open else closed
 
     def _place(self, unit: list[TensorSpec]) -> list[BucketLayout]:
-        """Put an indivisible run of tensors into the open bucket; close a full one first."""
+        """Put a tensor or fused pair into the open bucket, or close that bucket if it is full."""
         unit_bytes = BucketLayout.pack(unit).nbytes
         is_full = bool(self._open) and self._open_bytes + unit_bytes > self._limit
         closed = [self._close()] if is_full else []
@@ -107,8 +109,8 @@ class BucketPlanner:
 
 
 def _pair_of(name: str) -> str | None:
-    """The name of a fused pair's first tensor, given either; None: it is in no pair."""
-    if not name.endswith(_PAIRED):  # as most: faster than to ask for each
+    """Return the name of the first tensor of this tensor's fused pair, or None without a pair."""
+    if not name.endswith(_PAIRED):  # most tensors: one call is faster than a loop
         return None
     suffix = next(suffix for suffix in _PAIRED if name.endswith(suffix))
     return name.removesuffix(suffix) + _FIRST_OF_PAIR[suffix]
@@ -116,12 +118,13 @@ def _pair_of(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A planned bucket, described once for as long as the stream stays the same.
+    """A planned bucket. It serves all syncs whose export has the same names, shapes and dtypes.
 
     Attributes:
-        digest: names the layout.
-        payload_bytes: bytes of the tensors alone.
-        is_last: the export ended with it.
+        encoded: the layout as a message carries it.
+        digest: name of the layout, equal for equal layouts.
+        payload_bytes: bytes of the tensors alone, without gaps.
+        is_last: True if the export ended with this bucket.
     """
 
     layout: BucketLayout
@@ -139,7 +142,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Batch:
-    """One bucket of one sync: `tensors[i]` belongs to `bucket.layout.tensors[i]`."""
+    """One bucket of one sync, with its tensors. `tensors[i]` is `bucket.layout.tensors[i]`."""
 
     index: int
     bucket: Bucket
@@ -153,18 +156,23 @@ class Batch:
 
 @dataclass(frozen=True)
 class Cut:
-    """A bucket, and the names, shapes and dtypes of the tensors that were read before it closed."""
+    """A bucket of the last sync, with the part of the export that was consumed for it.
+
+    Attributes:
+        columns: names, shapes and dtypes of the tensors that came since the last bucket. With fused
+            pairs they may be other tensors than those of the bucket.
+    """
 
     bucket: Bucket
     columns: tuple[list[Any], ...]
 
 
 class BucketStream:
-    """Buckets of one trainer rank, sync after sync.
+    """The cutting of one trainer rank's export into buckets, sync after sync.
 
     Attributes:
-        buckets: those of the last sync, and of the next one if its stream is the same; empty during
-            a sync, and after one that broke off.
+        buckets: the buckets of the last sync. The next sync has the same ones if its export is the
+            same. Empty during a sync, and after a sync that did not come to its end.
     """
 
     def __init__(self, bucket_bytes: int) -> None:
@@ -173,9 +181,12 @@ class BucketStream:
         self._cuts: list[Cut] | None = None
 
     def batches(self, weights: Iterable[NamedTensor], report: SyncReport) -> Iterator[Batch]:
-        """Yield the buckets of `weights` in order; one bucket and what closes it is held."""
+        """Yield the buckets of `weights` in order.
+
+        At a time the tensors of one bucket are held, and the tensor that closed the bucket.
+        """
         source = iter(weights)
-        cuts, self._cuts, self.buckets = self._cuts, None, []  # they stay so if the sync breaks off
+        cuts, self._cuts, self.buckets = self._cuts, None, []  # stays so if the sync breaks off
         batches = self._planned(source, [], 0, report)
         if cuts is not None:
             batches = self._compared(source, cuts, report)
@@ -185,27 +196,29 @@ class BucketStream:
             sent.append(batch.bucket)
             return batch
 
-        yield from map(noted, batches)  # a loop would hold the tensors while they are sent
+        # The variable of a loop would hold the tensors while they are sent.
+        yield from map(noted, batches)
         self.buckets = sent
 
     def _compared(
         self, source: Iterator[NamedTensor], cuts: list[Cut], report: SyncReport
     ) -> Iterator[Batch]:
+        """Yield the buckets of the last sync for as long as the export is the same."""
         held: dict[str, torch.Tensor] = {}
         for index, cut in enumerate(cuts):
             with report.stage("export"):
-                read = list(islice(source, len(cut.columns[0])))
-                is_same = _columns(read) == cut.columns
-                # What ended the export before may not end it now: only the end itself tells.
-                more = list(islice(source, 1)) if is_same and cut.bucket.is_last else []
-            if not is_same or more:
-                unsent = [*held.items(), *read, *more]
-                del held, read, more
+                tensors = list(islice(source, len(cut.columns[0])))
+                is_same = _columns(tensors) == cut.columns
+                # The export may have more tensors than last time. Only its end shows that.
+                surplus = list(islice(source, 1)) if is_same and cut.bucket.is_last else []
+            if not is_same or surplus:
+                unsent = [*held.items(), *tensors, *surplus]
+                del held, tensors, surplus  # `_planned` frees the tensors one after the other
                 yield from self._planned(source, unsent, index, report)
-                self._cuts = None
+                self._cuts = None  # they began amid an export: the next sync is planned as a whole
                 return
-            held.update(read)
-            del read
+            held.update(tensors)
+            del tensors
             yield _batch(held, index, cut.bucket)
         self._cuts = cuts
 
@@ -216,17 +229,18 @@ class BucketStream:
         index: int,
         report: SyncReport,
     ) -> Iterator[Batch]:
+        """Plan and yield the buckets of `first` and the rest of the export, from `index` on."""
         planner, cuts = BucketPlanner(bucket_bytes=self._bucket_bytes), list[Cut]()
         held: dict[str, torch.Tensor] = {}
-        read: list[NamedTensor] = []  # since the last cut
+        consumed: list[NamedTensor] = []  # since the last bucket
 
         def cut(layout: BucketLayout, *, is_last: bool) -> Batch:
             bucket = Bucket.of(layout, is_last=is_last)
-            cuts.append(Cut(bucket, _columns(read)))
-            read.clear()
+            cuts.append(Cut(bucket, _columns(consumed)))
+            consumed.clear()
             return _batch(held, index + len(cuts) - 1, bucket)
 
-        first.reverse()
+        first.reverse()  # `pop` takes from the end, and keeps no reference
         while True:
             with report.stage("export"):
                 item = first.pop() if first else next(source, None)
@@ -235,13 +249,13 @@ class BucketStream:
             name, tensor = item
             closed = planner.add((name, tensor.shape, tensor.dtype))
             held[name] = tensor
-            read.append(item)
-            del item, tensor
+            consumed.append(item)
+            del item, tensor  # while the consumer packs, only `held` keeps tensors
             for layout in closed:
                 yield cut(layout, is_last=False)
-        rest = planner.finish()
-        for layout in rest:
-            yield cut(layout, is_last=layout is rest[-1])
+        layouts = planner.finish()
+        for layout in layouts:
+            yield cut(layout, is_last=layout is layouts[-1])
         self._cuts = cuts or None
 
 
@@ -250,7 +264,8 @@ def _batch(held: dict[str, torch.Tensor], index: int, bucket: Bucket) -> Batch:
 
 
 def _columns(tensors: Sequence[NamedTensor]) -> tuple[list[Any], ...]:
-    """What is compared: a list for each property is quicker than a tuple for each tensor."""
+    """Return the names, shapes and dtypes of tensors, to be compared with `==`."""
+    # A list for each property is quicker than a tuple for each tensor.
     return (
         [name for name, _ in tensors],
         [tensor.shape for _, tensor in tensors],

@@ -1,17 +1,20 @@
-"""Traces an export that converts parameter by parameter, such as that of Megatron-Bridge.
+"""Traces an export that converts parameter by parameter, as Megatron-Bridge does.
 
-    conversion = Conversion("0.decoder.layers.0.mlp.linear_fc1.weight", parameter, convert)
+    conversion = Conversion("0.decoder.layers.0.mlp.linear_fc1.weight", kind, parameter, convert)
     traced = trace_conversions([conversion, ...], rank=0, world_size=8, device=device)
 
-`convert` gathers a parameter from other ranks and makes exported tensors from it. Here it is run on
-codes instead of the parameter: integers that encode a rank and an element. Collectives are answered
-without communication, so no rank waits for another: another rank's shard has this rank's codes with
-the other rank's number. The output then tells the rank and element of every exported element.
+`convert` gathers a parameter from other ranks and makes exported tensors from it. The trace runs
+`convert` on codes instead of the parameter: each code encodes a rank and an element. Every element
+of the output is then a code, and names the rank and the element that it comes from.
+
+No rank waits for another, because collectives are simulated: where `convert` gathers the shard of
+another rank, it gets this rank's codes with the number of the other rank.
 
 To detect arithmetic, `convert` is run again on scrambled codes, and must return the same elements,
-scrambled; not if a parameter of the same kind, as of another layer or expert, gave the same codes
-before. The ranks' traces are merged (`merge_traces`) and then proven, bit for bit, against the
-real export, so nothing depends on assumptions about Megatron's layout of ranks.
+scrambled. The second run is skipped if a parameter of the same kind gave the same codes before.
+
+The ranks' traces are merged (`merge_traces`) and compared, bit for bit, with the real export
+(`Comparison`). So nothing depends on assumptions about Megatron's layout of ranks.
 """
 
 from __future__ import annotations
@@ -38,20 +41,20 @@ from verl_sglang_sync.sources.export_trace import (
 from verl_sglang_sync.sources.transfer_plan import Origin, Owners
 
 FACTOR, MASK = 0x2545F4914F6CDD1D, 0x1B873593CC9E2D51
-"""Scramble codes, modulo the integers' range; the factor is odd, so it has an inverse."""
+"""Numbers that scramble codes, modulo the integers' range. An odd factor has an inverse."""
 
 CHUNK = 1 << 24
-"""Elements processed in one step, which bounds the memory beside the codes themselves."""
+"""Number of elements that one step processes. Bounds the memory needed beside the codes."""
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """How an export converts one parameter.
+    """The conversion of one parameter to exported tensors.
 
     Attributes:
-        source: its name among the sources, the same on all ranks that hold a part of it.
-        kind: equal for parameters that are converted by the same code, as in all layers.
-        convert: exports `(name, tensor)` from a tensor that is given instead of the parameter.
+        source: name of the parameter among the sources, the same on all ranks that hold a part.
+        kind: a value that is equal for parameters that the same code converts, as in all layers.
+        convert: makes the exported `(name, tensor)` pairs from a tensor in the parameter's place.
     """
 
     source: str
@@ -64,6 +67,9 @@ def trace_conversions(
     conversions: Iterable[Conversion], *, rank: int, world_size: int, device: torch.device
 ) -> TracedExport:
     """Trace the part of the export that is made from this rank's parameters.
+
+    Args:
+        device: the engine's device, on which all parameters must be.
 
     Raises:
         NotTraceable: a tensor is computed, or is not a strided set of the shards' bytes.
@@ -83,9 +89,10 @@ def trace_conversions(
             codes = _Codes(parameter, rank, world_size)
             plain = _converted(conversion, codes, is_scrambled=False)
             kind = conversion.kind, parameter.shape, parameter.dtype
-            seen = _fingerprints(plain)
-            if kind not in examples or examples[kind][0] != seen:
-                examples[kind] = seen, _origins(conversion, codes, plain)
+            # Most layers and experts give the same codes as an example. Skip the second run there.
+            fingerprints = _fingerprints(plain)
+            if kind not in examples or examples[kind][0] != fingerprints:
+                examples[kind] = fingerprints, _origins(conversion, codes, plain)
             for (name, tensor), (owners, bytes_) in zip(plain, examples[kind][1], strict=True):
                 if name in tensors:
                     raise NotTraceable(f"{name} is made of two parameters")
@@ -98,7 +105,7 @@ def trace_conversions(
 
 
 def _fingerprints(converted: Sequence[NamedTensor]) -> list[object]:
-    """Equal for tensors with equal codes, whatever their names."""
+    """Return a value that is equal for tensors with equal codes, whatever their names."""
     tensors = [tensor.contiguous() for _, tensor in converted]
     if not tensors:
         return []
@@ -109,35 +116,42 @@ def _fingerprints(converted: Sequence[NamedTensor]) -> list[object]:
 def _origins(
     conversion: Conversion, codes: _Codes, plain: Sequence[NamedTensor]
 ) -> list[tuple[Owners, ByteMap]]:
+    """Convert scrambled codes, too, and return the origin of each converted tensor."""
     scrambled = _converted(conversion, codes, is_scrambled=True)
     if [name for name, _ in plain] != [name for name, _ in scrambled]:
         raise NotTraceable(f"what {conversion.source} becomes depends on its values")
-    found = []
-    for (name, tensor), (_, other) in zip(plain, scrambled, strict=True):
+    origins = []
+    for (name, tensor), (_, scrambled_tensor) in zip(plain, scrambled, strict=True):
         try:
-            found.append(codes.read(tensor, other))
+            origins.append(codes.decode(tensor, scrambled_tensor))
         except NotTraceable as error:
             raise NotTraceable(f"{name} {error}") from None
-    return found
+    return origins
 
 
 def _converted(conversion: Conversion, codes: _Codes, *, is_scrambled: bool) -> list[NamedTensor]:
-    given = codes.scramble(codes.own) if is_scrambled else codes.own.clone()
+    """Run a conversion on codes."""
+    # A conversion may write to its input.
+    input_ = codes.scramble(codes.own) if is_scrambled else codes.own.clone()
     try:
         with _SimulatedCollectives(codes, is_scrambled=is_scrambled).tracing("the conversion"):
-            return list(conversion.convert(given.view(conversion.parameter.shape)))
+            return list(conversion.convert(input_.view(conversion.parameter.shape)))
     except NotTraceable as error:
         raise NotTraceable(f"{conversion.source}: {error}") from error
 
 
 class _Codes:
-    """Integers that encode the elements of a parameter's shards: `rank * numel + element`."""
+    """Integers that encode the elements of a parameter's shards: `rank * numel + element`.
+
+    Attributes:
+        own: the codes of this rank's shard. Flat.
+    """
 
     def __init__(self, parameter: torch.Tensor, rank: int, world_size: int) -> None:
         self._numel, self._itemsize = parameter.numel(), parameter.element_size()
         self._world_size = world_size
         self.rank = rank
-        is_small = self._numel * world_size < 1 << 31
+        is_small = self._numel * world_size < 1 << 31  # 32 bits halve the memory
         self.dtype, self._bits = (torch.int32, 32) if is_small else (torch.int64, 64)
         start = rank * self._numel
         self.own = torch.arange(
@@ -145,6 +159,7 @@ class _Codes:
         )
 
     def scramble(self, codes: torch.Tensor) -> torch.Tensor:
+        # A copy of scrambled codes is the scrambled copy. Arithmetic gives another result.
         return (codes * self._wrapped(FACTOR)) ^ self._wrapped(MASK)
 
     def unscramble(self, codes: torch.Tensor) -> torch.Tensor:
@@ -152,29 +167,41 @@ class _Codes:
         return (codes ^ self._wrapped(MASK)) * self._wrapped(inverse)
 
     def of_rank(self, codes: torch.Tensor, rank: int, *, is_scrambled: bool) -> torch.Tensor:
+        """Return codes of this rank's shard as those of another rank's."""
         plain = self.unscramble(codes) if is_scrambled else codes
         moved = plain + (rank - self.rank) * self._numel
         return self.scramble(moved) if is_scrambled else moved
 
-    def read(self, tensor: torch.Tensor, scrambled: torch.Tensor) -> tuple[Owners, ByteMap]:
-        """The owners and bytes of a converted tensor; `scrambled`: from the scrambled codes."""
+    def decode(self, tensor: torch.Tensor, scrambled: torch.Tensor) -> tuple[Owners, ByteMap]:
+        """Find the owners and bytes of a converted tensor.
+
+        Args:
+            tensor: the result of the plain codes.
+            scrambled: the result of the scrambled codes.
+
+        Raises:
+            NotTraceable: the tensor is computed, or no strided set of elements. The message begins
+                with the verb, and the caller puts the tensor's name before it.
+        """
         if tensor.dtype != self.dtype or scrambled.dtype != self.dtype:
             raise NotTraceable(f"is converted to another dtype, or computed: {tensor.dtype}")
         if tensor.shape != scrambled.shape:
             raise NotTraceable("has a shape that depends on values")
-        places, other = tensor.reshape(-1).clone(), scrambled.reshape(-1)
+        places, scrambled = tensor.reshape(-1).clone(), scrambled.reshape(-1)
         has_part = torch.zeros(self._world_size, dtype=torch.bool, device=tensor.device)
         for chunk in _chunks(places.numel()):
             codes = places[chunk]
-            if not torch.equal(self.unscramble(other[chunk]), codes):
+            if not torch.equal(self.unscramble(scrambled[chunk]), codes):
                 raise NotTraceable("is computed")
             ranks = codes // max(self._numel, 1)
             if int(ranks.min()) < 0 or int(ranks.max()) >= self._world_size:
                 raise NotTraceable("is computed, or comes from a rank that is not there")
             has_part[ranks] = True
+        # The parameter is the concatenation of the shards of the ranks that have a part.
         ranks = has_part.nonzero().flatten()
         shard_of_rank = torch.cumsum(has_part, 0, dtype=self.dtype) - 1
         for chunk in _chunks(places.numel()):
+            # From codes to elements of the parameter.
             codes = places[chunk]
             shards = shard_of_rank[codes // self._numel]
             places[chunk] = shards * self._numel + codes % self._numel
@@ -184,13 +211,13 @@ class _Codes:
         return owners, ByteMap.of(_strided(places, self._itemsize))
 
     def _wrapped(self, number: int) -> int:
-        """A number modulo the integers' range, as a signed integer."""
+        """Return a number modulo the integers' range, as a signed integer."""
         number &= (1 << self._bits) - 1
         return number - (1 << self._bits if number >> (self._bits - 1) else 0)
 
 
 class _SimulatedCollectives(TracingMode):
-    """Computes the results of collectives of codes, without communication."""
+    """A dispatch mode that computes the results of collectives of codes, without communication."""
 
     def __init__(self, codes: _Codes, *, is_scrambled: bool) -> None:
         super().__init__()
@@ -207,19 +234,21 @@ class _SimulatedCollectives(TracingMode):
         if func.namespace != "c10d":
             return func(*args, **(kwargs or {}))
         name = func._schema.name
+        # Every transfer is (output, input, rank): `output` receives what `rank` would send, which
+        # is this rank's `input` with the codes of `rank`.
         if name == "c10d::allgather_":
-            ((outputs,), (given,), _), ranks = args[:3], self._ranks(args[2])
+            ((outputs,), (input_,), _), ranks = args[:3], self._ranks(args[2])
             pairs = zip(outputs, ranks, strict=True)
-            sent = [(output, given, rank) for output, rank in pairs]
+            transfers = [(output, input_, rank) for output, rank in pairs]
         elif name == "c10d::broadcast_":
             ((output,), _, root), ranks = args[:3], self._ranks(args[1])
-            sent = [(output, output, ranks[root])]
+            transfers = [(output, output, ranks[root])]
         else:
             self._refuse(f"the export communicates by {func}")
-        for output, given, rank in sent:
-            if {output.dtype, given.dtype} != {self._codes.dtype}:
-                self._refuse(f"the export communicates {given.dtype}: {func}")
-            output.copy_(self._codes.of_rank(given, rank, is_scrambled=self._is_scrambled))
+        for output, input_, rank in transfers:
+            if {output.dtype, input_.dtype} != {self._codes.dtype}:
+                self._refuse(f"the export communicates {input_.dtype}: {func}")
+            output.copy_(self._codes.of_rank(input_, rank, is_scrambled=self._is_scrambled))
         return args[0], FakeWork().boxed()
 
     def _ranks(self, boxed: Any) -> list[int]:
@@ -227,16 +256,22 @@ class _SimulatedCollectives(TracingMode):
 
 
 def _strided(places: torch.Tensor, itemsize: int) -> Region:
-    """The region of elements at these places, in this order; raises if it is not strided."""
+    """Return the region of the elements at `places`, in this order.
+
+    Raises:
+        NotTraceable: the places are not strided.
+    """
     dims: list[tuple[int, int]] = []
-    first, rest = (int(places[0]) if places.numel() else 0), places
-    while rest.numel() > 1:
-        step = int(rest[1] - rest[0])
-        run = _run_length(rest, step)
-        if rest.numel() % run or step < 1:
+    first, starts = (int(places[0]) if places.numel() else 0), places
+    # Innermost dimension first. Each round leaves the starts of the runs that it has found.
+    while starts.numel() > 1:
+        step = int(starts[1] - starts[0])
+        run = _run_length(starts, step)
+        if starts.numel() % run or step < 1:
             raise NotTraceable("is no strided set of its parameter's elements")
         dims.insert(0, (run, step))
-        rest = rest[::run]
+        starts = starts[::run]
+    # Only the first run of each dimension was looked at: check all places.
     for chunk in _chunks(places.numel()):
         numbers = torch.arange(chunk.start, chunk.stop, device=places.device)
         expected = torch.full_like(numbers, first)
@@ -252,7 +287,7 @@ def _strided(places: torch.Tensor, itemsize: int) -> Region:
 
 
 def _run_length(places: torch.Tensor, step: int) -> int:
-    """Number of leading elements that are `step` apart."""
+    """Count the leading elements that are `step` apart."""
     for chunk in _chunks(places.numel() - 1):
         apart = places[chunk.start + 1 : chunk.stop + 1] - places[chunk]
         if len(breaks := (apart != step).nonzero()):

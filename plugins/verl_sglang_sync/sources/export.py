@@ -1,12 +1,10 @@
 """The trainer's export: an iterable of `(name, full tensor)`.
 
-verl gives the rollout one generator. A `Reexport` repeats the call that made it each time that it
-is iterated over, to repeat a sync or to trace the export:
+    for name, tensor in export: ...        # the weights, collective over all ranks
+    for name, tensor in export: ...        # the weights once more, or a trace without data
 
-    for name, tensor in export: ...        # the weights; collective over all ranks
-    for name, tensor in export: ...        # again, or traced without data
-
-An iterator cannot be repeated; another iterable (a list, a `Reexport`) can.
+verl gives the rollout one generator, which can be iterated over once. A `Reexport` calls verl's
+method anew for each iteration, so that a sync can be made again, and the export be traced.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -23,65 +22,69 @@ from sglang_loader.common.digest import tensor_digest
 NamedTensor = tuple[str, torch.Tensor]
 
 AdapterExport: TypeAlias = Callable[[], tuple[Iterable[NamedTensor], dict[str, Any]]]
-"""Returns the export of a LoRA adapter, and its configuration, with PEFT's names."""
+"""Function that returns the export of a LoRA adapter and the adapter's configuration, with PEFT's
+names."""
 
 EMBEDDING = "embed_tokens.weight"
-"""Suffix of the name of an embedding, which mbridge may export twice."""
+"""Suffix of an embedding's name. mbridge may export an embedding twice."""
 
 
 class TensorsDiffer(ValueError):
-    """Two tensors of one name have different values."""
+    """Two tensors of the same name with different values."""
 
 
 class Export:
-    """The trainer's export for one sync.
-
-    A tied embedding is returned once: Megatron's last pipeline stage has a copy for the output
-    layer, which mbridge exports under the embedding's name again. Other repetitions are errors.
-    """
+    """The trainer's export for one sync. A tied embedding comes once, even if exported twice."""
 
     def __init__(self, weights: Iterable[NamedTensor]) -> None:
         self._source = _generator_of(weights)
         self._embeddings: dict[str, tuple[torch.Size, torch.Tensor]] = {}
-        # An export that names its sources has each tensor once, and the first digest compiles a
-        # kernel while the engines wait for the first bucket.
+        # An export that names its sources has each tensor once. Skip the digests there: the first
+        # one compiles a kernel while the engines wait for the first bucket.
         self._may_repeat = getattr(weights, "sources", None) is None
-        self._stream = self._distinct()
+        self._tensors = self._distinct()
 
     # A generator is fast enough for 18,867 tensors in a sync.
     def __iter__(self) -> Iterator[NamedTensor]:
-        return self._stream
+        return self._tensors
 
     def _distinct(self) -> Iterator[NamedTensor]:
+        # Megatron's last pipeline stage has a copy of a tied embedding for the output layer, and
+        # mbridge exports the copy under the embedding's name. `BucketPlanner` refuses any other
+        # repetition.
         for item in self._source:
             if not (self._may_repeat and item[0].endswith(EMBEDDING) and self._is_copy(*item)):
                 yield item
-            del item  # so that its memory can be used for the next one
+            del item  # frees the memory for the next tensor
 
     def _is_copy(self, name: str, tensor: torch.Tensor) -> bool:
-        """True if the same embedding came before; raises if it had other values."""
+        """Return True if the same embedding came before.
+
+        Raises:
+            TensorsDiffer: an embedding of this name came before, with other values.
+        """
         digest = tensor_digest(tensor)
         shape, first = self._embeddings.setdefault(name, (tensor.shape, digest))
-        if first is digest or shape != tensor.shape:  # the planner refuses the latter
+        if first is digest or shape != tensor.shape:  # `BucketPlanner` refuses another shape
             return False
         if not torch.equal(first, digest):
             raise TensorsDiffer(
-                f"tensor {name!r} was exported twice, with different values: which of them is the "
-                "embedding cannot be told"
+                f"tensor {name!r} was exported twice, with different values: weight sync cannot "
+                "decide which one is the embedding"
             )
         return True
 
     def drain(self) -> None:
-        """Run the export to its end: its collectives need every rank."""
+        """Run the export to its end, and drop its tensors and errors."""
+        # The export's collectives need every rank. Another error is reported already.
         with suppress(Exception):
             for _ in self._source:
                 pass
 
 
 def _generator_of(weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-    """A generator: `weights` is begun with the first tensor, and once it has failed this is at its
-    end, so that it can be drained.
-    """
+    """Yield from `weights`. After an error the generator is at its end."""
+    # So `weights` is begun with the first tensor, and `drain` does not begin it again.
     yield from weights
 
 
@@ -90,25 +93,27 @@ class Reexport(Iterable[NamedTensor]):
     """An export that is made anew for every iteration.
 
     Attributes:
-        again: makes an export; collective over the trainer's ranks.
-        first: an export for the first iteration.
-        sources: returns the tensors that it reads, by name; only given if making an export changes
-            nothing, and names and shapes do not depend on values.
-        adapter: of a LoRA adapter on top of these weights; None: there is none, or it is merged.
+        make: makes an export, collective over the trainer's ranks.
+        first: the export for the first iteration, or None to make that one, too.
+        sources: returns the tensors that the export reads, by name. None if making an export
+            changes something, or if names or shapes depend on values.
+        adapter: makes the export of a LoRA adapter on top of these weights. None if there is no
+            adapter, or if it is merged into the weights.
     """
 
-    again: Callable[[], Iterable[NamedTensor]]
+    make: Callable[[], Iterable[NamedTensor]]
     first: Iterable[NamedTensor] | None = None
     sources: Callable[[], Mapping[str, torch.Tensor]] | None = None
     adapter: AdapterExport | None = None
 
     def __iter__(self) -> Iterator[NamedTensor]:
         first, self.first = self.first, None
-        return iter(self.again() if first is None else first)
+        return iter(self.make() if first is None else first)
 
 
 def is_repeatable(weights: Iterable[NamedTensor]) -> bool:
-    """True if `weights` can be iterated over more than once."""
+    """Return True if `weights` can be iterated over more than once."""
+    # An iterator cannot. Another iterable (a list, a `Reexport`) can.
     return not isinstance(weights, Iterator)
 
 
@@ -118,9 +123,13 @@ def transformed(
     *,
     computes: bool = False,
 ) -> Iterable[NamedTensor]:
-    """`step(weights)`, repeatable if `weights` is; without `sources` if the step computes."""
+    """Apply `step` to an export. The result can be repeated if `weights` can.
+
+    Args:
+        computes: True if the step changes values. The result then names no sources.
+    """
     if not is_repeatable(weights):
         return step(weights)
     sources = None if computes else getattr(weights, "sources", None)
     adapter = getattr(weights, "adapter", None)
-    return Reexport(lambda: step(weights), sources=sources, adapter=adapter)
+    return Reexport(partial(step, weights), sources=sources, adapter=adapter)

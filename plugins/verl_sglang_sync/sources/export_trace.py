@@ -1,13 +1,14 @@
-"""Runs an export without moving a byte, to learn where each exported tensor comes from.
+"""Runs an export without moving a byte, to find which bytes of a parameter each tensor is.
 
     traced = trace_export(export, sources=module_state, world_size=4, device=device)
     traced.tensors["model.layers.0.mlp.experts.3.up_proj.weight"].origin    # bytes of a parameter
 
-While the export runs, `DTensor.full_tensor` gives a tensor of the full shape without memory, and a
-dispatch mode follows its views and plain copies. Nothing travels between ranks: a collective is
-refused like everything else that the mode does not know, so ranks that trace together cannot wait
-for each other. What is traced must not depend on values, and change nothing; who makes the export
-vouches for that by naming its sources.
+While the export runs, `DTensor.full_tensor` returns a tensor of the full shape without memory, and
+a dispatch mode follows the views and plain copies of this tensor. The mode refuses every other
+operator, collectives included. So no rank waits for another while ranks trace.
+
+An export can be traced if it changes nothing, and if names and shapes do not depend on values. An
+export that names its sources promises both.
 """
 
 from __future__ import annotations
@@ -39,11 +40,13 @@ _OF_SHARDS = frozenset(("aten::detach", "aten::alias"))
 
 
 class NotTraceable(Exception):
-    """Why an export's tensors are not bytes of its sources."""
+    """The reason why an export's tensors are not bytes of the export's sources."""
 
 
 @dataclass(frozen=True)
 class TracedTensor:
+    """An exported tensor, and the bytes of a parameter that it consists of."""
+
     dtype: torch.dtype
     shape: tuple[int, ...]
     origin: Origin
@@ -51,14 +54,18 @@ class TracedTensor:
 
 @dataclass(frozen=True)
 class TracedParameter:
-    """A tensor that the export read, by its name among the sources."""
+    """A tensor that the export reads, and the ranks that hold its shards.
+
+    Attributes:
+        source: name of the tensor among the sources.
+    """
 
     source: str
     owners: Owners
 
 
 class StandIn(NamedTuple):
-    """A tensor without memory that an export hands on in place of bytes of a parameter."""
+    """A tensor without memory that stands for bytes of a parameter while an export is traced."""
 
     tensor: torch.Tensor
     parameter: TracedParameter
@@ -67,6 +74,13 @@ class StandIn(NamedTuple):
 
 @dataclass(frozen=True)
 class TracedExport:
+    """A traced export.
+
+    Attributes:
+        parameters: all that the export reads. An `Origin` has a parameter's number in this tuple.
+        tensors: all exported tensors, by name, in the order of the export.
+    """
+
     parameters: tuple[TracedParameter, ...]
     tensors: Mapping[str, TracedTensor]
 
@@ -75,13 +89,17 @@ class TracedExport:
         return [parameter.owners for parameter in self.parameters]
 
     def origins_of(self, layout: BucketLayout) -> list[Origin]:
-        """What a bucket's tensors are; `NotTraceable` where one was not traced as exported."""
+        """Return the origins of a bucket's tensors, in order.
+
+        Raises:
+            NotTraceable: the trace has no tensor of this name, shape and dtype.
+        """
         origins = []
         for tensor in layout.tensors:
-            found = self.tensors.get(tensor.name)
-            if found is None or (found.dtype, found.shape) != (tensor.dtype, tensor.shape):
+            traced = self.tensors.get(tensor.name)
+            if traced is None or (traced.dtype, traced.shape) != (tensor.dtype, tensor.shape):
                 raise NotTraceable(f"{tensor.name} was not traced as it was exported before")
-            origins.append(found.origin)
+            origins.append(traced.origin)
         return origins
 
 
@@ -93,11 +111,12 @@ def trace_export(
     device: torch.device,
     stand_ins: Iterable[StandIn] = (),
 ) -> TracedExport:
-    """Run `export` once, without its data; every rank of the trainer must call this.
+    """Run `export` once, without its data. Every trainer rank must call this.
 
     Args:
-        export: `(name, tensor)` on `device`; starts anew when it is iterated over.
-        stand_ins: what it begins with, if it does not gather parameters itself.
+        export: `(name, tensor)` pairs on `device`. Every iteration starts anew.
+        sources: returns the tensors that the export reads.
+        stand_ins: the tensors that the export starts from, if it gathers no parameters itself.
 
     Raises:
         NotTraceable: a tensor is computed, moved, or comes from elsewhere.
@@ -114,20 +133,24 @@ def trace_export(
 
 
 class TracingMode(TorchDispatchMode):
-    """A dispatch mode that refuses what it cannot follow, also where the export swallows that."""
+    """A dispatch mode that refuses operators which it cannot follow."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._problem: str | None = None
+        self._problem: str | None = None  # the first refusal: the traced code may swallow the error
 
     @contextmanager
-    def tracing(self, what: str) -> Iterator[None]:
-        """Have the mode on in the body, where `what` runs; `NotTraceable` for what goes wrong."""
+    def tracing(self, subject: str) -> Iterator[None]:
+        """Switch the mode on while the body runs `subject`.
+
+        Raises:
+            NotTraceable: the mode refused an operator, or the body failed.
+        """
         try:
             with self:
                 yield
         except Exception as error:
-            reason = self._problem or f"{what} failed while it was traced: {error!r}"
+            reason = self._problem or f"{subject} failed while it was traced: {error!r}"
             raise NotTraceable(reason) from error
         if self._problem is not None:
             raise NotTraceable(self._problem)
@@ -138,7 +161,7 @@ class TracingMode(TorchDispatchMode):
 
 
 class _ExportTracer(TracingMode):
-    """Knows of every storage in the export which parameter's bytes it holds."""
+    """A dispatch mode that records which bytes of a parameter each storage holds."""
 
     def __init__(
         self, sources: Mapping[str, torch.Tensor], world_size: int, device: torch.device
@@ -146,16 +169,18 @@ class _ExportTracer(TracingMode):
         super().__init__()
         self.parameters: list[TracedParameter] = []
         self._sources = sources
+        # Reversed: if two sources share memory, the first one's name counts.
         self._names = {_identity(tensor): name for name, tensor in reversed(list(sources.items()))}
         self._world_size = world_size
         self._device = device
         self._traced: dict[int, Origin] = {}  # by storage, the bytes that it holds, in order
-        self._computed: dict[int, str] = {}
-        self._kept: list[torch.UntypedStorage] = []  # or others could take their identity
+        self._computed: dict[int, str] = {}  # by storage, the operator that wrote to it
+        # Keeps storages alive, so that no new storage gets the identity of a recorded one.
+        self._kept: list[torch.UntypedStorage] = []
 
     @contextmanager
     def instead_of_gathering(self) -> Any:
-        """`DTensor.full_tensor` of this thread gives a tensor without memory."""
+        """Make `DTensor.full_tensor` return tensors without memory, in this thread."""
         thread, gather = threading.get_ident(), DTensor.full_tensor
 
         def full_tensor(tensor: DTensor, **kwargs: Any) -> torch.Tensor:
@@ -168,12 +193,14 @@ class _ExportTracer(TracingMode):
             yield
 
     def add_stand_in(self, stand_in: StandIn) -> None:
+        """Record the bytes that a stand-in stands for."""
         if stand_in.parameter not in self.parameters:
             self.parameters.append(stand_in.parameter)
         number = self.parameters.index(stand_in.parameter)
         self._keep(stand_in.tensor, Origin(number, stand_in.bytes))
 
     def traced_tensor(self, name: str, tensor: torch.Tensor) -> TracedTensor:
+        """Return the origin, shape and dtype of an exported tensor."""
         if isinstance(tensor, DTensor):
             self._refuse(f"{name} is exported as a shard")
         storage = tensor.untyped_storage()
@@ -184,7 +211,7 @@ class _ExportTracer(TracingMode):
         return TracedTensor(tensor.dtype, tuple(tensor.shape), origin)
 
     def _gathered(self, parameter: DTensor) -> torch.Tensor:
-        """What `full_tensor` gives: the shape and dtype of the whole parameter, without memory."""
+        """Make the stand-in of a whole parameter, with its shape and dtype."""
         local = parameter.to_local()
         source = self._names.get(_identity(parameter))
         if source is None:
@@ -203,7 +230,7 @@ class _ExportTracer(TracingMode):
         return full
 
     def _unsharded(self, name: str, tensor: torch.Tensor) -> Origin:
-        """A tensor that is not sharded: every rank has all of it."""
+        """Record an exported tensor that every rank has as a whole, and return its origin."""
         source = self._names.get(_identity(tensor))
         if source is None:
             self._refuse(f"{name} is no parameter of the model, nor part of one")
@@ -228,7 +255,7 @@ class _ExportTracer(TracingMode):
         self._traced[storage._cdata] = traced
 
     def _bytes_of_view(self, traced: Origin, tensor: torch.Tensor, name: str) -> ByteMap:
-        """The bytes of a view of traced memory, as bytes of the parameter."""
+        """Return the bytes of a view of traced memory, as bytes of the parameter."""
         view = ByteMap.of(region_of(tensor))
         if traced.bytes.is_dense:
             return ByteMap(traced.bytes.offset + view.offset, view.dims)
@@ -252,20 +279,22 @@ class _ExportTracer(TracingMode):
         if func.namespace in COLLECTIVE_NAMESPACES:
             self._refuse(f"the export communicates: {func}")
         tensors = _tensors_in((args, kwargs))
-        if self._problem is not None:  # the export is cleaning up
+        if self._problem is not None:  # refused already, and the export is cleaning up
             return func(*args, **kwargs)
         name = func._schema.name
         if any(isinstance(tensor, DTensor) for tensor in tensors):
             if name not in _OF_SHARDS:
                 if name in _COPIES and (moved := self._moved(tensors[0], kwargs)) is not None:
                     self._refuse(moved)
-                what = "converts" if name in _COPIES else "computes with"
-                self._refuse(f"the export {what} shards: {func}")
+                verb = "converts" if name in _COPIES else "computes with"
+                self._refuse(f"the export {verb} shards: {func}")
             return func(*args, **kwargs)
         if not any(tensor.is_meta for tensor in tensors):
-            return self._computed_here(func, tensors, args, kwargs)
+            return self._compute(func, tensors, args, kwargs)
         if name in _COPIES:
-            return self._copied(func, tensors[0], args, kwargs)
+            return self._copy(func, tensors[0], args, kwargs)
+        # Left are views of stand-ins. A view has the storage of its input, whose bytes are
+        # recorded.
         out = None
         if not func._schema.is_mutable and read_traits(func).view:
             out = func(*args, **kwargs)
@@ -276,18 +305,18 @@ class _ExportTracer(TracingMode):
         return out
 
     def _moved(self, shard: torch.Tensor, kwargs: dict[str, Any]) -> str | None:
-        """That the export moves a shard to another device; None: it does not."""
+        """Return a reason if the export moves a shard to another device, or None."""
         device = kwargs.get("device")
         if device is None or torch.device(device).type == shard.device.type:
             return None
         return f"the parameters are offloaded ({shard.device.type}), and the export moves each one"
 
-    def _computed_here(
-        self, func: Any, given: list[torch.Tensor], args: Any, kwargs: dict[str, Any]
+    def _compute(
+        self, func: Any, tensors: list[torch.Tensor], args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        """Ordinary tensors: remember which ones an operator made or changed."""
+        """Run an operator on ordinary tensors, and record the storages that it writes to."""
         out = func(*args, **kwargs)
-        inputs = {tensor.untyped_storage()._cdata for tensor in given}
+        inputs = {tensor.untyped_storage()._cdata for tensor in tensors}
         written = read_traits(func).written_in(args, kwargs)
         made = [tensor.untyped_storage() for tensor in _tensors_in(out)]
         made = [storage for storage in made if storage._cdata not in inputs]
@@ -297,8 +326,8 @@ class _ExportTracer(TracingMode):
             self._computed[storage._cdata] = str(func)
         return out
 
-    def _copied(self, func: Any, source: torch.Tensor, args: Any, kwargs: dict[str, Any]) -> Any:
-        """A copy holds the same bytes, in the order of its own memory."""
+    def _copy(self, func: Any, source: torch.Tensor, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Copy a stand-in, and record the copy's bytes in the order of the copy's own memory."""
         device = kwargs.get("device")
         if device is not None and torch.device(device).type not in ("meta", self._device.type):
             self._refuse(f"the export moves tensors to {device}, the engine is on {self._device}")
@@ -307,7 +336,8 @@ class _ExportTracer(TracingMode):
         copy = func(*args, **kwargs)
         if copy.dtype != source.dtype:
             self._refuse(f"the export converts {source.dtype} to {copy.dtype}")
-        order = sorted(range(copy.dim()), key=lambda d: (-copy.stride(d), d))
+        # Dimensions in the order of memory, the outermost first.
+        order = sorted(range(copy.dim()), key=copy.stride, reverse=True)
         ordered = copy.permute(order)
         if not ordered.is_contiguous():
             self._refuse(f"the export makes a copy with gaps: {func}")
@@ -324,7 +354,7 @@ def _tensors_in(value: object) -> list[torch.Tensor]:
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for a tensor and its detached self; of a plain one the storage."""
+    """Return a value that is equal for a tensor and its detached self."""
     if isinstance(tensor, DTensor):
         local = tensor.to_local()
         return local.untyped_storage()._cdata, int(local.storage_offset()), tuple(tensor.shape)

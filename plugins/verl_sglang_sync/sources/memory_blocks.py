@@ -1,8 +1,8 @@
-"""Blocks of memory as other processes map them: a CUDA IPC handle is of a whole `cudaMalloc` block.
+"""Blocks of memory, as other processes map them.
 
-torch divides blocks into storages; a block is mapped once for all tensors in it. A block is not
-freed as long as one storage in it lives, so each shared block has a name that is valid as long as
-such a storage, and then gets a new one.
+A CUDA IPC handle stands for a whole `cudaMalloc` block, which torch divides into storages. Another
+process maps a block once for all tensors in it. torch does not free a block while a storage in it
+lives. So a shared block keeps its name while one such storage lives, and gets a new name after.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 from bisect import bisect_right
 from dataclasses import dataclass
+from operator import attrgetter
 
 import msgspec
 import torch
@@ -20,7 +21,7 @@ from sglang_loader.common.shared_memory import BufferHandle, CudaHandle, share_s
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Memory of `nbytes` from `address` on, which is mapped as a whole."""
+    """Memory of `nbytes` from `address` on, which another process maps as a whole."""
 
     address: int
     nbytes: int
@@ -31,7 +32,7 @@ class Block:
 
 
 class BlockTable:
-    """The blocks of one device at the time that this is made."""
+    """Table of the blocks of one device, as they are when the table is made."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -44,13 +45,13 @@ class BlockTable:
                     for segment in torch.cuda.memory_snapshot()
                     if segment["device"] == index and not segment.get("is_expandable", False)
                 ),
-                key=lambda block: block.address,
+                key=attrgetter("address"),
             )
         self._addresses = [block.address for block in self._blocks]
 
     def block_of(self, storage: Block) -> Block | None:
-        """The block that contains a storage, or None."""
-        if self._device.type == "cpu":  # shared memory: every storage is a file of its own
+        """Return the block that contains a storage, or None if no block does."""
+        if self._device.type == "cpu":  # each storage is a file of shared memory of its own
             return storage
         i = bisect_right(self._addresses, storage.address) - 1
         if i < 0:
@@ -61,15 +62,17 @@ class BlockTable:
 
 
 class BlockNames:
-    """Names blocks for the sessions of this process, each allocation once."""
+    """Registry of the names of this process's blocks. Every allocation has a name of its own."""
 
     def __init__(self) -> None:
         self._names: dict[Block, tuple[str, StorageWeakRef]] = {}
 
     def name_of(self, block: Block, member: torch.UntypedStorage) -> str:
-        """The block's name; a new name is valid as long as `member`, a storage in the block."""
+        """Return the block's name. A new name is valid while `member`, a storage in it, lives."""
         name, ref = self._names.get(block, ("", None))
-        if ref is None or ref.expired():  # a weak reference keeps its identity taken
+        # After `member` the block may have been freed, and another be at its address. While the
+        # weak reference lives, no new storage gets the identity of `member`.
+        if ref is None or ref.expired():
             self._names = {b: v for b, v in self._names.items() if not v[1].expired()}
             name = secrets.token_hex(8)
             self._names[block] = name, StorageWeakRef(member)
@@ -77,7 +80,7 @@ class BlockNames:
 
 
 def share_block(block: Block, member: torch.UntypedStorage) -> BufferHandle:
-    """A handle of a whole block, made from `member`, a storage in it.
+    """Make the handle of a whole block from `member`, a storage in it.
 
     Raises:
         ValueError: other processes cannot map the memory, or `member` is not in this block.
@@ -85,6 +88,7 @@ def share_block(block: Block, member: torch.UntypedStorage) -> BufferHandle:
     handle = share_storage(member)
     if not isinstance(handle, CudaHandle):
         return handle
+    # torch's handle describes the storage. Widen it to the block.
     shift = member.data_ptr() - block.address
     if handle.offset < shift:
         raise ValueError(f"the storage begins {handle.offset} bytes into its block, not {shift}")

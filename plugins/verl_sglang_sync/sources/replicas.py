@@ -1,14 +1,15 @@
 """Compares the copies of a shard that several trainer ranks hold, and that should be equal.
 
-    difference = differing_replicas(traced, now, all_ranks, device)   # None: all are equal
+    difference = differing_replicas(traced, parameters, all_ranks, device)    # collective
+    check_replicas(difference, readers, all_ranks)    # raises if an engine would mix copies
 
-An engine rank reads a shard from the holder that is nearest to it. If holders differ, then engines
-serve different models, and the TP ranks of one engine may serve parts of different models. verl's
-own export does the same: each trainer rank exports its own copy to the engine rank on its GPU.
-Torch's FSDP1 trains such copies apart with `fsdp_size=1`: it does not reduce their gradients.
+An engine rank reads a shard from the nearest holder. If the holders' copies differ, engines serve
+different models, and the TP ranks of one engine may serve parts of different models. With verl's
+own update they would, too: each trainer rank exports its own copy to the engine rank on its GPU.
+FSDP1 with `fsdp_size=1` lets copies drift apart, because it does not reduce their gradients.
 
-Each rank takes a digest of each of its shards, in one launch, and sends one digest for each set of
-holders. Only after a difference they send the digests of all shards, to find its name.
+Each rank takes the digests of its shards in one launch, and sends one digest for each set of
+holders. If these differ, the holders send the digests of all shards, to find the parameter's name.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -32,16 +34,16 @@ from verl_sglang_sync.sources.transfer_plan import nearest
 Ranks = tuple[int, ...]
 
 Digests = dict[Ranks, list[tuple[str, tuple[int, ...]]]]
-"""By holders of the shards: names of parameters, and the digests of this rank's shards of them."""
+"""Names of parameters and the digests of this rank's shards, by the shards' holders."""
 
 
 @dataclass(frozen=True)
 class ReplicaDifference:
-    """A parameter of which trainer ranks hold different copies.
+    """The first parameter of which trainer ranks hold different copies.
 
     Attributes:
-        parameter: the first one, by its name among the sources.
-        copies: ranks that hold the same bytes of a shard, at least two such sets.
+        parameter: name of the parameter among the sources.
+        copies: at least two sets of ranks. The ranks of one set hold equal copies.
     """
 
     parameter: str
@@ -52,7 +54,8 @@ class ReplicaDifference:
         return f"{self.parameter} has other values on {' than on '.join(sets)}"
 
     def is_mixed(self, readers: Iterable[int]) -> bool:
-        """True if engine ranks with these numbers would read different copies."""
+        """Return True if engine ranks with these numbers would read different copies."""
+        # `nearest` is the holder that an engine rank reads from.
         copy_of = {rank: number for number, ranks in enumerate(self.copies) for rank in ranks}
         holders = sorted(copy_of)
         return len({copy_of[nearest(holders, reader)] for reader in readers}) > 1
@@ -60,30 +63,32 @@ class ReplicaDifference:
 
 def differing_replicas(
     traced: TracedExport,
-    now: Mapping[str, torch.Tensor],
+    parameters: Mapping[str, torch.Tensor],
     all_ranks: AllRanks,
     device: torch.device,
 ) -> ReplicaDifference | None:
-    """Compare the copies of all shards that several ranks hold; collective.
+    """Compare the copies of all shards that several ranks hold. Collective.
 
     Args:
-        traced: merged, the same on all ranks.
-        now: this rank's tensors, by name.
+        traced: the merged trace, the same on all ranks.
+        parameters: this rank's tensors, by name.
 
     Returns:
-        The first difference, the same on all ranks. None if there is none, or if a rank cannot take
-        the digests, which is a warning.
+        The first difference, the same on all ranks, or None if there is none. None with a warning
+        if a rank cannot take the digests.
     """
     if all(len(ranks) == 1 for owners in traced.owners for ranks in owners.holders):
         return None
-    own, failed = all_ranks.step(lambda: _own_digests(traced, now, device))
+    own, failed = all_ranks.step(partial(_own_digests, traced, parameters, device))
     if own is None:
         warn_once(f"the trainer ranks' copies of parameters are not compared: {failed}")
         return None
-    sums = {ranks: hashlib.sha256(repr(found).encode()).digest() for ranks, found in own.items()}
+    # One digest for each set of holders keeps the messages small.
+    sums = {ranks: hashlib.sha256(repr(rows).encode()).digest() for ranks, rows in own.items()}
     differing = _unequal(all_ranks.gather(sums))
     if differing is None:
         return None
+    # Only now send the digests of all shards, to find the first parameter that differs.
     by_rank = all_ranks.gather(own[differing] if own_rank() in differing else [])
     for number, (parameter, _) in enumerate(by_rank[differing[0]]):
         copies: defaultdict[object, list[int]] = defaultdict(list)
@@ -95,8 +100,9 @@ def differing_replicas(
 
 
 def _own_digests(
-    traced: TracedExport, now: Mapping[str, torch.Tensor], device: torch.device
+    traced: TracedExport, parameters: Mapping[str, torch.Tensor], device: torch.device
 ) -> Digests:
+    """Take digests of all shards that this rank and others hold."""
     own = own_rank()
     held = [
         (ranks, parameter.source)
@@ -104,18 +110,18 @@ def _own_digests(
         for ranks in parameter.owners.holders
         if len(ranks) > 1 and own in ranks
     ]
-    shards = [memory_of(now[source]) for _, source in held]
-    synchronize(device)  # what other streams still write
+    shards = [memory_of(parameters[source]) for _, source in held]
+    synchronize(device)  # other streams may still write to the parameters
     own_digests: Digests = {}
-    for (ranks, source), found in zip(held, digests_on_host(shards).tolist(), strict=True):
-        own_digests.setdefault(ranks, []).append((source, tuple(found)))
+    for (ranks, source), digest in zip(held, digests_on_host(shards).tolist(), strict=True):
+        own_digests.setdefault(ranks, []).append((source, tuple(digest)))
     return own_digests
 
 
 def _unequal(by_rank: Sequence[Mapping[Ranks, bytes]]) -> Ranks | None:
-    """The first holders that do not have the same digest, or None."""
-    for found in by_rank:
-        for ranks in found:
+    """Return the first set of holders whose digests differ, or None."""
+    for digest_by_holders in by_rank:
+        for ranks in digest_by_holders:
             if len({by_rank[rank].get(ranks) for rank in ranks}) > 1:
                 return ranks
     return None
@@ -126,15 +132,18 @@ def check_replicas(
     readers: Sequence[tuple[object, int]],
     all_ranks: AllRanks,
 ) -> None:
-    """Raise on all ranks if an engine's TP ranks would read different copies; collective if there
-    is a difference. Engines that serve different models, each of them whole, are a warning.
+    """Refuse a difference that would give the TP ranks of one engine parts of different models.
+
+    Collective if there is a difference. If each engine would serve a whole model, but not the same
+    one, the first rank logs a warning.
 
     Args:
-        readers: this rank's engine ranks: what their rollout replica is known by, equal for those
-            of one replica, and their number among all.
+        difference: the same on all ranks.
+        readers: for each of this rank's engine ranks the identity of its replica, and its number
+            among all engine ranks.
 
     Raises:
-        ReplicasDiffer: names the parameter and the ranks.
+        ReplicasDiffer: on all ranks, with the parameter's name and the ranks.
     """
     if difference is None:
         return
@@ -150,7 +159,7 @@ def check_replicas(
     if any(map(difference.is_mixed, by_replica.values())):
         raise ReplicasDiffer(
             "weight sync refused: the TP ranks of one engine would hold parts of different models, "
-            f"and would with verl's own weight sync. {cause}"
+            f"also with verl's own weight sync. {cause}"
         )
     if own_rank() == 0:
-        logger.warning("Rollouts come from different models, by replica. %s", cause)
+        logger.warning("Replicas of the rollout serve different models. %s", cause)

@@ -1,11 +1,11 @@
-"""The tensors that a traced export reads: are they still what and where they were?
+"""Snapshots of the tensors that a traced export reads, to find changes that outdate the trace.
 
     snapshot = SourcesSnapshot(sources(), with_addresses=False)  # when the export is traced
-    snapshot.require_unchanged(sources())    # in a later sync; where it raises, trace it again
-    snapshot = SourcesSnapshot(sources())    # when their memory is located: addresses count, too
+    snapshot.require_unchanged(sources())    # in a later sync: an error means that the trace is old
+    snapshot = SourcesSnapshot(sources())    # when the memory is located: addresses count, too
 
-An optimizer changes what is in the memory, and a trace stays true. Whoever moves a tensor, or puts
-another in its place, may have changed what the export makes of it.
+An optimizer changes the values in the memory, and leaves a trace true. If a tensor was moved, or
+replaced by another, the export may make something else of the tensor.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 Sources = Callable[[], Mapping[str, torch.Tensor]]
-"""The tensors that an export reads, by name, as they are now: parameters, sharded or not.
+"""Function that returns the tensors that an export reads, by name: parameters, sharded or not.
 
-It may also have a method `trace(device)`, where it knows better than a traced run in which of them
-the exported tensors lie (a `TracedExport`), with an attribute `needs_an_export` if it only knows
-once an export has been made; and it may be marked with an attribute `empties_storages`.
+Optional attributes of the function:
+    trace(device): returns the `TracedExport`, in place of a traced run of the export.
+    needs_an_export: True if `trace` works only after an export was made.
+    empties_storages: see the function of this name.
 """
 
 NUM_TOGETHER = 64
-"""Tensors that are looked at together."""
+"""Number of tensors that are compared together."""
 
 Columns = tuple[list[Any], ...]
-"""Properties of some tensors, a list for each property: there are hundreds of tensors."""
+"""Properties of some tensors, a list for each property."""
 
 
 def module_state(module: nn.Module) -> Sources:
-    """What an export reads that starts from `state_dict`: the parameters themselves, by name."""
+    """Return the sources of an export that starts from `state_dict`: the parameters, by name."""
     return partial(module.state_dict, keep_vars=True)
 
 
@@ -45,74 +46,86 @@ def sources_of(export: object) -> Sources | None:
 
 
 def empties_storages(export: object) -> bool:
-    """True if what an export reads may be offloaded and come back into the same storages: one that
-    is at the same address may still have other memory than before.
+    """Return True if the trainer may offload an export's sources and restore the same storages.
+
+    A storage at the same address may then have other memory than before.
     """
     return bool(getattr(sources_of(export), "empties_storages", False))
 
 
 class SourcesChanged(ValueError):
-    """A source is not what or where it was; names it."""
+    """A change of the tensors that an export reads. The message names the tensor."""
 
 
 def require_sources(export: object) -> Sources:
-    """What an export reads; `SourcesChanged` where it does not say."""
+    """Return the sources of an export.
+
+    Raises:
+        SourcesChanged: the export does not name its sources.
+    """
     if (sources := sources_of(export)) is None:
-        raise SourcesChanged("the export does not say which tensors it reads")
+        raise SourcesChanged("the export does not name the tensors that it reads")
     return sources
 
 
 class SourcesSnapshot:
-    """What some tensors are, and where their memory is, to be compared later; keeps no memory.
+    """A snapshot of some tensors' properties, without their values. It keeps no memory alive.
+
+    The properties are dtype, shape, strides and placement, and the addresses or, without these,
+    which tensors share a storage.
 
     Args:
-        now: by name.
-        with_addresses: False: they may lie elsewhere later, as a trace does not depend on that.
+        tensors: the tensors, by name.
+        with_addresses: False if the tensors may move, as for a trace.
     """
 
-    def __init__(self, now: Mapping[str, torch.Tensor], *, with_addresses: bool = True) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], *, with_addresses: bool = True) -> None:
         self._with_addresses = with_addresses
-        self._names = list(now)
-        self._then = list(self._columns(list(now.values())))
-        locals_ = locals_of(list(now.values())) if with_addresses else []
-        # As long as these live, no new storage gets the identity of one in the snapshot.
+        self._names = list(tensors)
+        self._snapshot = list(self._columns(list(tensors.values())))
+        locals_ = locals_of(list(tensors.values())) if with_addresses else []
+        # While these weak references live, no new storage gets the identity of one in the snapshot.
         self._refs = [StorageWeakRef(local.untyped_storage()) for local in locals_]
 
-    def require_unchanged(self, now: Mapping[str, torch.Tensor]) -> None:
-        """Compare with the tensors as they are now: dtype, shape, strides, placement, and their
-        addresses, or without those, which tensors share a storage.
+    def require_unchanged(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Compare the tensors as they are with the snapshot.
 
         Raises:
-            SourcesChanged: something differs.
+            SourcesChanged: a property differs, or a tensor was added or removed.
         """
-        if (other := self._first_other(now)) is not None:
+        if (changed := self._first_change(tensors)) is not None:
             which = "what or where" if self._with_addresses else "what"
-            raise SourcesChanged(f"{other} is not {which} it was when the export was traced")
+            raise SourcesChanged(f"{changed} is not {which} it was when the export was traced")
 
-    def _first_other(self, now: Mapping[str, torch.Tensor]) -> str | None:
-        if list(now) != self._names:
-            return f"the list of the trainer's tensors ({len(self._names)} then, {len(now)} now)"
-        columns = self._columns(list(now.values()))
-        for number, (some, then) in enumerate(zip(columns, self._then, strict=True)):
-            if some != then:
-                rows = zip(zip(*some, strict=True), zip(*then, strict=True), strict=True)
-                first = [row == before for row, before in rows].index(False)
-                return self._names[number * NUM_TOGETHER + first]
+    def _first_change(self, tensors: Mapping[str, torch.Tensor]) -> str | None:
+        if list(tensors) != self._names:
+            numbers = f"{len(self._names)} then, {len(tensors)} now"
+            return f"the list of the trainer's tensors ({numbers})"
+        pairs = zip(self._columns(list(tensors.values())), self._snapshot, strict=True)
+        for number, (columns, old_columns) in enumerate(pairs):
+            if columns != old_columns:
+                rows, old_rows = zip(*columns, strict=True), zip(*old_columns, strict=True)
+                is_same = [row == old for row, old in zip(rows, old_rows, strict=True)]
+                return self._names[number * NUM_TOGETHER + is_same.index(False)]
         return None
 
     def _columns(self, tensors: Sequence[torch.Tensor]) -> Iterator[Columns]:
-        """What is compared, of `NUM_TOGETHER` tensors: few objects live at a time, for Python's
-        garbage collector. Without addresses, the first tensor's position stands for its storage.
-        """
-        first: dict[int, int] = {}
+        """Yield the properties of all tensors, for `NUM_TOGETHER` tensors at a time."""
+        # Thousands of tensors have many properties. Few of these objects live at a time, so that
+        # Python's garbage collector does not run because of them.
+        first_users: dict[int, int] = {}
         for start in range(0, len(tensors), NUM_TOGETHER):
-            some = tensors[start : start + NUM_TOGETHER]
-            locals_ = locals_of(some)
+            chunk = tensors[start : start + NUM_TOGETHER]
+            locals_ = locals_of(chunk)
             storages = [local.untyped_storage()._cdata for local in locals_]
             if self._with_addresses:
                 places = list(map(torch.Tensor.data_ptr, locals_))
             else:
-                storages = [first.setdefault(each, i) for i, each in enumerate(storages, start)]
+                # The number of the first tensor in a storage stands for the storage.
+                storages = [
+                    first_users.setdefault(storage, number)
+                    for number, storage in enumerate(storages, start)
+                ]
                 places = [int(local.storage_offset()) for local in locals_]
             yield (
                 *(storages, places, list(map(torch.Tensor.stride, locals_))),
@@ -121,18 +134,19 @@ class SourcesSnapshot:
                 [local.device for local in locals_],
                 [
                     (t.shape, t.placements, t.device_mesh) if isinstance(t, DTensor) else None
-                    for t in some
+                    for t in chunk
                 ],
             )
 
 
 def locals_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return this rank's part of each tensor. A tensor that is no `DTensor` is its own part."""
     with torch.no_grad():
         return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of what this rank has of a tensor, which is contiguous. Flat uint8."""
+    """Return the bytes of this rank's part of a tensor, as flat uint8. The part is contiguous."""
     [local] = locals_of([tensor])
     whole = torch.empty(0, dtype=torch.uint8, device=local.device).set_(local.untyped_storage())
     start, size = int(local.storage_offset()), local.element_size()

@@ -1,25 +1,26 @@
-"""Where every exported tensor lies in the trainer ranks' parameters: traced once, for all routes.
+"""Map from exported tensors to the trainer ranks' parameters, traced once for all routes.
 
     source_map = SourceMap(ranks, device)
-    reason = source_map.trace(export)             # collective; why it cannot be traced, or None
+    reason = source_map.trace(export)             # collective: None, or why there is no trace
     source_map.traced.tensors["lm_head.weight"]   # which bytes of which parameter
-    now = source_map.current(export, traced)      # the parameters; raises if they were replaced
+    parameters = source_map.current(export, traced)    # raises if the parameters were replaced
     comparison = source_map.begin_comparison(export)    # collective: trace, and prove the trace
 
-FSDP2's exports are traced as they run (`export_trace`), the same on all ranks. Sources that have a
-method `trace` (FSDP1, Megatron) know better how. A Megatron rank traces its own pipeline stage, and
-names the ranks that it would gather from: the shards of its data parallel replica. What several
-ranks say of a tensor must be the same but for the ranks, and these hold replicas:
+All FSDP2 ranks trace the export as it runs (`export_trace`), with the same result. Sources with a
+method `trace` (FSDP1, Megatron) make the trace in their own way. A Megatron rank traces its own
+pipeline stage, and names the ranks that it would gather from: the shards of its data parallel
+replica. The traces of a tensor by several ranks must be the same but for the ranks. The ranks in
+the same position hold replicas:
 
-    rank 0: "q_proj" is these bytes of "qkv", whose shards ranks 0 and 1 have
-    rank 2: "q_proj" is these bytes of "qkv", whose shards ranks 2 and 3 have
-    merged:                                 whose shards ranks (0, 2) and (1, 3) have
+    rank 0: "q_proj" is these bytes of "qkv", whose shards are on ranks 0 and 1
+    rank 2: "q_proj" is these bytes of "qkv", whose shards are on ranks 2 and 3
+    merged: "q_proj" is these bytes of "qkv", whose shards are on ranks (0, 2) and (1, 3)
 
-Of ranks that trace the same but for the ranks that they name, one says all of it, and the others
-name those ranks: of 512 that hold 1 T parameters, one for each pipeline stage.
+Ranks with the same trace but for the ranks send it once: one of them sends the whole trace, and the
+others send only the ranks. Of 512 ranks with 1 T parameters one for each pipeline stage sends all.
 
-An optimizer changes what is in the memory, and parameters that were offloaded come back at other
-addresses. A trace holds as long as their dtypes, shapes and layouts do (`SourcesSnapshot`).
+A trace holds while the parameters keep their dtypes, shapes and layouts (`SourcesSnapshot`). Values
+and addresses may change, as by an optimizer, or by offloading.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -53,15 +55,15 @@ from verl_sglang_sync.sources.snapshot import (
 from verl_sglang_sync.sources.transfer_plan import Origin
 
 Trace: TypeAlias = tuple[TracedExport, SourcesSnapshot]
-"""An export, and the parameters that it was traced for, wherever they lie."""
+"""A traced export, and a snapshot of the parameters that it was traced for, without addresses."""
 
 
 class SourceMap:
-    """Of one trainer rank, for all its syncs.
+    """Map from one trainer rank's exports to the parameters of all ranks, for all syncs.
 
     Attributes:
-        off_reason: the reason for which the export cannot be traced, however often it is tried,
-            equal on all ranks; None: it may be traced.
+        off_reason: the lasting reason why the export cannot be traced, equal on all ranks, or None
+            if it may be traced.
     """
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
@@ -69,51 +71,65 @@ class SourceMap:
         self._ranks = ranks
         self._device = device
         self._trace: Trace | None = None
-        self._own_trace: Trace | None = None  # not merged yet with those of the other ranks
+        self._own_trace: Trace | None = None  # not merged with the other ranks' traces yet
 
     @property
     def traced(self) -> TracedExport:
+        """The trace that all ranks have merged."""
         assert self._trace is not None, "nothing was traced"
         return self._trace[0]
 
     def can_trace_before_export(self, export: Iterable[NamedTensor]) -> bool:
-        """False if an export must be made before it is traced; collective."""
+        """Return False if an export must be made before it can be traced. Collective."""
         if not getattr(sources_of(export), "needs_an_export", False):
             return True
         return self._ranks.all(self.is_traced(export))
 
     def begin_comparison(self, export: Iterable[NamedTensor]) -> Comparison:
-        """`trace`, to compare what is exported next with the parameters; collective."""
+        """Trace the export, and begin to compare it with the parameters. Collective.
+
+        Returns:
+            The comparison, with a `problem` if there is no trace.
+        """
         if (reason := self.trace(export)) is not None:
             return Comparison(None, {}, self._device, reason)
-        now, problem = attempt(lambda: self.current(export, self.traced), passing=(SourcesChanged,))
-        return Comparison(self.traced, now or {}, self._device, problem)
+        parameters, problem = attempt(
+            partial(self.current, export, self.traced), passing=(SourcesChanged,)
+        )
+        return Comparison(self.traced, parameters or {}, self._device, problem)
 
     def is_current(self, comparison: Comparison, export: Iterable[NamedTensor]) -> bool:
-        """True if what was traced for a comparison still holds; collective."""
+        """Return True if the trace of a comparison still holds on all ranks. Collective."""
         is_last = self._trace is not None and self._trace[0] is comparison.traced
         return self._ranks.all(is_last and self.is_traced(export))
 
     def is_traced(self, export: Iterable[NamedTensor]) -> bool:
-        """True if the last trace is of this export, and of parameters like this rank's now."""
+        """Return True if the last trace matches this rank's parameters."""
         return _holds(self._trace, export)
 
     def trace_alone(self, export: Iterable[NamedTensor]) -> None:
-        """Do the part of the next `trace` that needs no other rank; that reports what fails."""
+        """Run the part of the next `trace` that needs no other rank. Raise nothing."""
         if self.off_reason is not None or self.is_traced(export) or _holds(self._own_trace, export):
             return
-        self._own_trace, _ = attempt(lambda: self._traced_anew(export), NotTraceable)
+        # After an error `trace` traces again, and returns the reason.
+        self._own_trace, _ = attempt(partial(self._make_trace, export), NotTraceable)
 
     def trace(self, export: Iterable[NamedTensor]) -> Reason | None:
-        """Trace the export, unless the last trace holds; collective; returns why it failed."""
+        """Trace the export, unless the last trace holds on all ranks. Collective.
+
+        Returns:
+            The reason why the export cannot be traced, the same on all ranks, or None.
+        """
         if self.off_reason is not None:
             return self.off_reason
         if self._ranks.all(self.is_traced(export)):
             return None
+        # If one rank must trace anew, all ranks do: `_merge` is collective. `trace_alone` may have
+        # made this rank's trace already.
         self._trace, self._own_trace, reason = self._own_trace, None, None
         if not self.is_traced(export):
             self._trace, reason = attempt(
-                lambda: self._traced_anew(export), NotTraceable, passing=(SourcesChanged,)
+                partial(self._make_trace, export), NotTraceable, passing=(SourcesChanged,)
             )
         reason = self._ranks.joined(self._ranks.gather(reason)) or self._merge()
         if reason is not None:
@@ -122,13 +138,15 @@ class SourceMap:
         return reason
 
     def _merge(self) -> Reason | None:
-        """Put together what the ranks have traced; collective; returns why it does not fit."""
+        """Merge all ranks' traces, and return the reason if they do not fit. Collective."""
         assert self._trace is not None
         traced, snapshot = self._trace
         own = TraceSummary.of(traced)
         summaries: list[TraceSummary] = self._ranks.gather(own)
+        # FSDP's ranks have equal summaries, and their traces are complete already.
         if len(set(summaries)) > 1:
-            checksums = [each.structure_checksum for each in summaries]
+            checksums = [summary.structure_checksum for summary in summaries]
+            # The first rank of each structure sends its trace for all ranks with this structure.
             is_first = checksums.index(own.structure_checksum) == own_rank()
             traces = self._ranks.gather(traced if is_first else None)
             try:
@@ -138,20 +156,23 @@ class SourceMap:
         return None
 
     def current(self, export: object, traced: TracedExport) -> Mapping[str, torch.Tensor]:
-        """The parameters as they are now, by name, wherever they lie.
+        """Return this rank's parameters by name, wherever they lie.
+
+        Args:
+            traced: the trace for which the parameters are needed.
 
         Raises:
-            SourcesChanged: the export was traced anew since `traced`, or a parameter's dtype, shape
-                or layout is another.
+            SourcesChanged: `traced` is not the last trace, or a parameter's dtype, shape or layout
+                has changed.
         """
         if self._trace is None or self._trace[0] is not traced:
             raise SourcesChanged("the export was traced anew")
-        now = require_sources(export)()
-        self._trace[1].require_unchanged(now)
-        return now
+        parameters = require_sources(export)()
+        self._trace[1].require_unchanged(parameters)
+        return parameters
 
-    def _traced_anew(self, export: Iterable[NamedTensor]) -> Trace:
-        """This rank's trace, for which it waits for no other rank."""
+    def _make_trace(self, export: Iterable[NamedTensor]) -> Trace:
+        """Trace the export on this rank, without waiting for another rank."""
         sources = require_sources(export)
         if (trace := getattr(sources, "trace", None)) is not None:
             traced = trace(self._device)
@@ -163,20 +184,24 @@ class SourceMap:
 
 
 def _holds(trace: Trace | None, export: Iterable[NamedTensor]) -> bool:
-    """True if a trace is of parameters like those now; if asking fails, so will tracing anew."""
+    """Return True if the parameters still match the trace. An error counts as False."""
     if trace is None:
         return False
-    _, reason = attempt(lambda: trace[1].require_unchanged(require_sources(export)()))
-    return reason is None
+    # The same error comes back when the export is traced anew, and is reported there.
+    try:
+        trace[1].require_unchanged(require_sources(export)())
+    except Exception:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
 class TraceSummary:
-    """What each rank tells of its trace; of those with the same structure, one tells the rest.
+    """The part of a trace that every rank sends. Of equal structures only one rank sends the rest.
 
     Attributes:
-        structure_checksum: of all but the ranks.
-        holders: the ranks that hold each parameter's shards, in order, each an int32.
+        structure_checksum: checksum of the trace without its ranks.
+        holders: the ranks that hold each parameter's shards, in order, as int32.
     """
 
     structure_checksum: int
@@ -184,8 +209,9 @@ class TraceSummary:
 
     @classmethod
     def of(cls, traced: TracedExport) -> TraceSummary:
+        """Make the summary of a trace."""
         owners = traced.owners
-        ranks = [rank for each in owners for holders in each.holders for rank in holders]
+        ranks = [rank for o in owners for holders in o.holders for rank in holders]
         pairs = zip(traced.parameters, owners, strict=True)
         shards = [(p.source, o.starts, o.nbytes, [*map(len, o.holders)]) for p, o in pairs]
         checksum = zlib.crc32(repr((shards, [*traced.tensors.items()])).encode())
@@ -195,18 +221,20 @@ class TraceSummary:
 def merge_traces(
     summaries: Sequence[TraceSummary], traces: Sequence[TracedExport | None]
 ) -> TracedExport:
-    """The whole export, equal on all ranks; pure.
+    """Merge the ranks' traces to the trace of the whole export, equal on all ranks.
 
     Args:
-        summaries: by rank.
-        traces: by rank; one for each structure checksum is enough.
+        summaries: the summaries of all ranks, by rank.
+        traces: the traces, by rank. One for each structure checksum is enough, the others may be
+            None.
 
     Raises:
         NotTraceable: two ranks traced a tensor as different bytes.
     """
     replicas: defaultdict[int, list[bytes]] = defaultdict(list)
-    for each in summaries:
-        replicas[each.structure_checksum].append(each.holders)
+    for summary in summaries:
+        replicas[summary.structure_checksum].append(summary.holders)
+    # By name of a tensor, its traces: one for each structure that has the tensor.
     claims: defaultdict[str, list[tuple[TracedTensor, TracedParameter]]] = defaultdict(list)
     for summary, traced in zip(summaries, traces, strict=True):
         if traced is not None:
@@ -220,8 +248,9 @@ def merge_traces(
         if len(claimed) > 1:
             if len({_without_ranks(*claim) for claim in claimed}) > 1:
                 raise NotTraceable(f"the ranks traced different exports: {name} differs")
-            by_shard = zip(*(each.owners.holders for _, each in claimed), strict=True)
-            parameter = _held_by(parameter, [sum(holders, ()) for holders in by_shard])
+            # Structures that differ elsewhere agree on this tensor: their ranks hold replicas.
+            by_shard = zip(*(p.owners.holders for _, p in claimed), strict=True)
+            parameter = _with_holders(parameter, [sum(holders, ()) for holders in by_shard])
         number = numbers.setdefault(parameter, len(numbers))
         tensors[name] = replace(tensor, origin=Origin(number, tensor.origin.bytes))
     return TracedExport(tuple(numbers), tensors)
@@ -230,24 +259,30 @@ def merge_traces(
 def _with_replicas(
     parameters: Sequence[TracedParameter], replicas: Sequence[bytes]
 ) -> list[TracedParameter]:
-    """The parameters, each shard held by the ranks that any replica names in its place."""
+    """Return the parameters with the holders of all replicas.
+
+    Args:
+        replicas: for each replica the ranks that it names, in the order of the shards.
+    """
     by_replica = np.stack([np.frombuffer(holders, dtype=np.int32) for holders in replicas])
-    by_holder, found = iter(by_replica.T.tolist()), []
+    # The ranks that the replicas name in the same place hold the same shard.
+    by_holder, merged = iter(by_replica.T.tolist()), []
     for parameter in parameters:
         shards = [
             [rank for _ in holders for rank in next(by_holder)]
             for holders in parameter.owners.holders
         ]
-        found.append(_held_by(parameter, shards))
-    return found
+        merged.append(_with_holders(parameter, shards))
+    return merged
 
 
-def _held_by(parameter: TracedParameter, shards: Sequence[Iterable[int]]) -> TracedParameter:
+def _with_holders(parameter: TracedParameter, shards: Sequence[Iterable[int]]) -> TracedParameter:
     holders = tuple(tuple(sorted(set(ranks))) for ranks in shards)
     return replace(parameter, owners=replace(parameter.owners, holders=holders))
 
 
 def _without_ranks(tensor: TracedTensor, parameter: TracedParameter) -> tuple[object, ...]:
+    """Return all of a tensor's trace but the ranks, to be compared with `==`."""
     owners = parameter.owners
     return (
         *(tensor.dtype, tensor.shape, tensor.origin.bytes),

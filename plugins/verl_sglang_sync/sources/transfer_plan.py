@@ -1,20 +1,20 @@
-"""The transfer plan: for each byte that an engine rank reads, which trainer rank's shard has it.
+"""The transfer plan: for each byte that an engine rank reads, the trainer rank whose shard has it.
 
 A parameter is the concatenation of its shards (`Owners`). FSDP2's shards are torch's chunks along
-the first dimension, of which the last may be short or empty. Megatron's are the parameters of
-tensor and expert parallel ranks, with a replica on each data parallel rank.
+the first dimension, of which the last may be short or empty. Megatron's shards are the parameters
+of tensor and expert parallel ranks, with a replica on each data parallel rank.
 
 An engine rank reads bytes of exported tensors (`Arrangement`), a tensor is bytes of a parameter
 (`Origin`), and a parameter lies in shards on the trainer's ranks. `shard_reads` composes the three:
 
     for part in shard_reads(arrangement, origins, owners):
-        part.holders                    # these ranks hold,
-        part.read.tensor                # of this parameter,
-        part.read.offset                # in its shard, what goes to
-        part.read.start                 # this byte of the arranged buffer
+        part.holders                    # ranks that hold the shard
+        part.read.tensor                # number of the parameter
+        part.read.offset                # offset of the bytes in the shard
+        part.read.start                 # offset of the bytes in the arranged buffer
 
-Routes "exchange" and "send" send the bytes of an engine's arrangement, route "pull" tells it where
-all bytes of a bucket are (`whole_bucket`). Pure: numbers in, numbers out.
+For exchange and send the arrangement is what an engine rank reads. For pull the arrangement is the
+whole bucket (`whole_bucket`). All functions here compute with plain numbers.
 """
 
 from __future__ import annotations
@@ -35,8 +35,11 @@ from sglang_loader.common.regions.geometry import split_copy
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Bytes of a parameter, counted in its concatenated shards; `parameter`: its number in the
-    `TracedExport`.
+    """The bytes of a parameter that an exported tensor consists of.
+
+    Attributes:
+        parameter: number of the parameter in the `TracedExport`.
+        bytes: offsets in the concatenation of the parameter's shards.
     """
 
     parameter: int
@@ -44,7 +47,7 @@ class Origin:
 
 
 class NotOwned(ValueError):
-    """Why a parameter's bytes cannot be assigned to ranks."""
+    """The reason why a parameter's bytes cannot be assigned to ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +55,8 @@ class Owners:
     """The shards of a parameter, and the ranks that hold them.
 
     Attributes:
-        starts: offset of every shard that is not empty, ascending.
-        holders: by shard, the ranks that have it, ascending.
+        starts: offset in the parameter of each shard that is not empty, ascending.
+        holders: for each shard the ranks that hold it, ascending.
         nbytes: size of the parameter.
     """
 
@@ -65,35 +68,35 @@ class Owners:
         return any(rank in ranks for ranks in self.holders)
 
     def shard_of(self, offset: int) -> int:
-        """The shard that contains a byte."""
+        """Return the number of the shard that contains a byte."""
         return bisect_right(self.starts, offset) - 1
 
     def owner_of(self, shard: int, reader: int) -> int:
+        """Return the holder from which a rank reads a shard."""
         return nearest(self.holders[shard], reader)
 
     def range_of(self, shard: int) -> tuple[int, int]:
-        """Offsets at which a shard begins and ends."""
+        """Return the offsets at which a shard begins and ends."""
         last = shard + 1 == len(self.starts)
         return self.starts[shard], self.nbytes if last else self.starts[shard + 1]
 
 
 def nearest(holders: Sequence[int], reader: int) -> int:
-    """The holder that a rank reads from: itself, else the one whose number has the longest binary
-    prefix in common with its own.
-
-    Nodes have 2, 4 or 8 consecutive ranks, so that is a holder on the reader's node, if any; else
-    readers are spread over the holders.
-    """
+    """Return the holder that a rank reads from: itself, or else a holder on its node if
+    possible."""
+    # The holder whose number has the longest binary prefix in common with the reader's. Nodes have
+    # 2, 4 or 8 consecutive ranks. Without a holder on the node, readers spread over the holders.
     return min(holders, key=reader.__xor__)
 
 
 def held_by_all(nbytes: int, world_size: int) -> Owners:
+    """Return the owners of a parameter that every rank holds as a whole."""
     return Owners((0,), (tuple(range(world_size)),), nbytes)
 
 
 def shards_of_rows(num_rows: int, row_bytes: int, ranks: Sequence[int]) -> Owners:
-    """The owners of `num_rows` rows that torch has chunked over `ranks`, in this order."""
-    size = -(-num_rows // len(ranks))
+    """Return the owners of `num_rows` rows that torch has chunked over `ranks`, in this order."""
+    size = -(-num_rows // len(ranks))  # as torch.chunk: rounded up, so the last may be empty
     shards = [(i * size, rank) for i, rank in enumerate(ranks) if i * size < num_rows and row_bytes]
     return Owners(
         tuple(row * row_bytes for row, _ in shards),
@@ -103,8 +106,11 @@ def shards_of_rows(num_rows: int, row_bytes: int, ranks: Sequence[int]) -> Owner
 
 
 def owners_of(parameter: DTensor, world_size: int) -> Owners:
-    """The owners of a parameter; raises NotOwned unless it is contiguous, on a one-dimensional mesh
-    of all ranks, and placed as `Shard(0)` or `Replicate()`.
+    """Return the owners of a parameter.
+
+    Raises:
+        NotOwned: the parameter is not contiguous, not on a one-dimensional mesh of all ranks, or
+            placed neither as `Shard(0)` nor as `Replicate()`.
     """
     mesh, local = parameter.device_mesh, parameter.to_local()
     ranks = mesh.mesh.flatten().tolist()
@@ -125,6 +131,7 @@ def owners_of(parameter: DTensor, world_size: int) -> Owners:
 
 def _check_own_shard(parameter: DTensor, local: torch.Tensor, owners: Owners) -> None:
     """Raise NotOwned unless this rank's shard is where `owners` has it."""
+    # torch's own computation is the reference for `shards_of_rows`.
     shape, offset = compute_local_shape_and_global_offset(
         parameter.shape, parameter.device_mesh, parameter.placements
     )
@@ -135,28 +142,33 @@ def _check_own_shard(parameter: DTensor, local: torch.Tensor, owners: Owners) ->
         start, stop = owners.range_of(owners.holders.index((rank,)))
         expected = start, stop - start
     row_bytes = owners.nbytes // max(parameter.shape[0], 1)
-    found = (offset[0] * row_bytes, nbytes) if nbytes else (0, 0)
-    if tuple(local.shape) != tuple(shape) or found != expected:
+    actual = (offset[0] * row_bytes, nbytes) if nbytes else (0, 0)
+    if tuple(local.shape) != tuple(shape) or actual != expected:
         raise NotOwned(
-            f"its shard begins at byte {found[0]} and has {found[1]}, expected {expected}"
+            f"its shard begins at byte {actual[0]} and has {actual[1]}, expected {expected}"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class ShardRead:
-    """Bytes of a shard that `holders` have: `read.tensor` is the parameter, `read.offset` an offset
-    in the shard.
+    """Bytes to be read from one shard.
+
+    Attributes:
+        holders: the ranks that hold the shard.
+        read: the bytes, where `read.tensor` is the number of the parameter, and `read.offset` an
+            offset in the shard.
     """
 
     holders: tuple[int, ...]
     read: Read
 
     def owner(self, reader: int) -> int:
+        """Return the holder from which a rank reads."""
         return nearest(self.holders, reader)
 
 
 def whole_bucket(layout: BucketLayout) -> Arrangement:
-    """The arrangement of a bucket that comes whole: all tensors, at their offsets in the layout."""
+    """Return the arrangement of a whole bucket: all tensors, at their offsets in the layout."""
     return tuple(
         Read(i, 0, (), tensor.nbytes, tensor.offset) for i, tensor in enumerate(layout.tensors)
     )
@@ -168,12 +180,12 @@ def shard_reads(
     owners: Sequence[Owners],
     only: int | None = None,
 ) -> Iterator[ShardRead]:
-    """The reads of an arrangement, cut at the ends of shards, in order.
+    """Yield the reads of an arrangement in order, cut at the ends of shards.
 
     Args:
-        origins: by position of a tensor in the bucket's layout.
-        owners: by parameter.
-        only: skip parameters of which this rank holds no shard.
+        origins: the origins of the bucket's tensors, in the order of the layout.
+        owners: the owners of all parameters.
+        only: a rank. Parameters of which this rank holds no shard are skipped.
     """
     for read in arrangement:
         if not read.nbytes:
@@ -181,9 +193,10 @@ def shard_reads(
         origin = origins[read.tensor]
         held = owners[origin.parameter]
         if only is not None and not held.is_held_by(only):
-            continue
+            continue  # without composing the bytes of the read
         wanted = Read(origin.parameter, read.offset, read.dims, read.run, read.start)
         for part in compose_read(origin.bytes, wanted):
+            # Most parts lie in one shard, where the division below is not needed.
             if part.stop <= held.range_of(held.shard_of(part.offset))[1]:
                 yield _shard_read(part, held)
                 continue
