@@ -14,7 +14,7 @@ import pkgutil
 import time
 from collections import defaultdict
 from types import SimpleNamespace
-from unittest.mock import AsyncMock, MagicMock
+from unittest.mock import AsyncMock, MagicMock, patch
 
 import pytest
 import torch
@@ -177,6 +177,97 @@ class TestTokenizerProcess:
         answer = asyncio.run(server.generate([1], {}, "a"))
         assert (answer.token_ids, answer.stop_reason) == ([], "abort")
         assert answer.extra_fields == {"global_steps": 7}
+
+    @pytest.mark.parametrize("is_taken", [True, False])
+    def test_a_request_to_an_engine_that_the_trainer_has_taken(self, is_taken, monkeypatch):
+        """For `verl_sglang_sync.verl.replica`: verl's client asks another server after an abort."""
+        from fastapi import HTTPException
+        from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
+
+        from sglang_loader.common.engine_settings import TAKEN_BY_TRAINER
+        from verl_sglang_sync.verl.replica import WeightSyncHttpServer
+
+        reason = TAKEN_BY_TRAINER if is_taken else "the weights are half"
+        error = HTTPException(503, detail=f"not served: {reason}")
+        monkeypatch.setattr(SGLangHttpServer, "generate", AsyncMock(side_effect=error))
+        server = object.__new__(WeightSyncHttpServer)
+        server.global_steps = 7
+        if not is_taken:
+            with pytest.raises(HTTPException):
+                asyncio.run(server.generate([1], {}, "a"))
+            return
+        answer = asyncio.run(server.generate([1], {}, "a"))
+        assert (answer.token_ids, answer.stop_reason) == ([], "abort")
+        assert answer.extra_fields == {"global_steps": None}, "no token, no version"
+
+    def test_a_server_refuses_from_the_pause_on_until_generation_is_resumed(self):
+        """For `verl_sglang_sync.verl.replica`: what the pause has held is refused as well."""
+        from sglang.srt.utils.aio_rwlock import RWLock
+
+        from verl_sglang_sync.verl.replica import WeightSyncHttpServer
+
+        async def run():
+            events, manager = [], MagicMock(is_pause=False, is_pause_cond=asyncio.Condition())
+            manager.model_update_lock = RWLock()
+
+            async def stage(request, _):
+                name = type(request).__name__.partition("Memory")[0]
+                events.append((name, request.tags, f"paused {manager.is_pause}"))
+
+            manager.release_memory_occupation = manager.resume_memory_occupation = stage
+            manager.continue_generation = AsyncMock()
+
+            async def held():
+                async with manager.is_pause_cond:
+                    await manager.is_pause_cond.wait_for(lambda: not manager.is_pause)
+                events.append("goes on")
+
+            server = object.__new__(WeightSyncHttpServer)
+            server.node_rank, server.tokenizer_manager = 0, manager
+            settings = SimpleNamespace(request_timeout_s=5)
+            with patch.object(WeightSyncHttpServer, "_settings", settings):
+                await server.abort_all_requests()
+                waiting = asyncio.create_task(held())
+                await asyncio.sleep(0)
+                await server.refuse_requests()
+                await asyncio.wait_for(waiting, 5)
+                await server.abort_all_requests()
+                events.append(f"paused {manager.is_pause}")
+                await server.refuse_requests()
+                await server.resume_generation()
+                await server.resume_generation()
+            return events
+
+        refuse = ("Release", ["requests"], "paused True")
+        assert asyncio.run(run()) == [
+            refuse,
+            "goes on",
+            ("Resume", ["requests"], "paused True"),
+            "paused True",
+            refuse,
+            ("Resume", ["requests"], "paused False"),
+        ]
+
+    @pytest.mark.parametrize("has_preset", [True, False])
+    @pytest.mark.parametrize("rejects", [True, False])
+    def test_a_replica_rejects_where_a_preset_is_chosen(self, has_preset, rejects, caplog):
+        """For `verl_sglang_sync.verl.replica`: verl's own ignores it with a warning."""
+        from verl_sglang_sync.verl.replica import WeightSyncReplica
+
+        replica, server = object.__new__(WeightSyncReplica), MagicMock()
+        for name in ("abort_all_requests", "refuse_requests"):
+            getattr(server, name).remote = AsyncMock()
+        replica.servers = [server]
+        replica.config = {
+            "custom": {"weight_sync": {"mode": "compiled"}} if has_preset else {},
+            "checkpoint_engine": {"update_weights_bucket_megabytes": 64},
+            "multi_stage_wake_up": True,
+            "free_cache_engine": True,
+        }
+        asyncio.run(replica.abort_all_requests(reject_request=rejects))
+        server.abort_all_requests.remote.assert_awaited_once_with()
+        assert server.refuse_requests.remote.await_count == (has_preset and rejects)
+        assert ("ignores reject_request" in caplog.text) == (rejects and not has_preset)
 
     @pytest.mark.parametrize("name", ["release_memory_occupation", "resume_memory_occupation"])
     def test_stage_is_no_more_than_we_repeat(self, name):

@@ -64,9 +64,10 @@ verl.workers.rollout.replica:
     RolloutReplicaRegistry; ._registry; .register(name, loader); .get(name); RolloutMode
     TokenOutput
 verl.workers.rollout.sglang_rollout.async_sglang_server:
-    SGLangReplica; SGLangHttpServer; .launch_server(self, master_address, master_port)
+    SGLangReplica; .abort_all_requests(self, reject_request)
+    SGLangHttpServer; .launch_server(self, master_address, master_port)
     .sleep(self); .set_global_steps(self, global_steps); .abort_all_requests(self)
-    .lora_as_adapter; dataclasses; ServerArgs
+    .resume_generation(self); .lora_as_adapter; dataclasses; ServerArgs
 verl.workers.rollout.sglang_rollout.http_server_engine:
     AsyncHttpServerAdapter; ._make_async_request(self, endpoint, payload)
 verl.workers.rollout.sglang_rollout.sglang_rollout:

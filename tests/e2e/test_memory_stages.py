@@ -6,12 +6,17 @@ import time
 
 import pytest
 
-from sglang_loader.common.engine_settings import STALE_REQUESTS_VARIABLE
+from sglang_loader.common.engine_settings import (
+    REQUESTS_TAG,
+    STALE_REQUESTS_VARIABLE,
+    TAKEN_BY_TRAINER,
+)
 from support.exports import doubled
 from support.http_requests import (
     answer_to,
     generate,
     get,
+    greedy,
     paused_generation,
     post,
     release,
@@ -144,3 +149,21 @@ def test_a_request_that_waits_too_long_is_refused_with_the_reason(engine):
     assert status == 503
     assert "not served for 3 s: the engine's memory is released: kv_cache" in text
     assert resume(engine.url, "kv_cache").status == 200
+
+
+def test_an_engine_that_the_trainer_takes_refuses_at_once(engine):
+    """The request that waits, and those that come before requests are resumed."""
+    url = engine.url
+    assert release(url, "kv_cache").status == 200
+    with answer_to(url, "early") as early:
+        time.sleep(0.5)
+        assert not early.done(), "it waits"
+        assert release(url, REQUESTS_TAG).status == 200
+        refused = [early.result(), post(url, "generate", greedy(2))]
+    assert resume(url, "kv_cache").status == 200
+    refused.append(post(url, "generate", greedy(2)))
+    for answer in refused:
+        assert answer.status == 503
+        assert f"not served: {TAKEN_BY_TRAINER}" in answer.text, "not after a wait"
+    assert get(url, "health").status == 200
+    assert resume(url, REQUESTS_TAG).status == 200

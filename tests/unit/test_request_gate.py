@@ -114,6 +114,25 @@ def test_a_request_that_has_waited_too_long_is_refused():
     assert [held.rid for held in gate.let_through([])] == ["b"]
 
 
+@pytest.mark.parametrize("reason", (None, REASON))
+def test_a_gate_that_refuses_lets_no_request_wait(reason):
+    gate = Gate(limit_s=600.0)
+    gate.set(REASON)
+    gate.let_through([request("held")])
+    gate.refuse("taken")
+    gate.set(reason)
+    flush = io.FlushCacheReqInput()
+    assert gate.let_through([flush, request("new")]) == [flush]
+    assert [answer.rid for answer in gate.sent] == ["held", "new"]
+    for answer in gate.sent:
+        assert answer.finished_reason["status_code"] == 503
+        assert answer.finished_reason["message"] == "not served: taken"
+    gate.refuse(None)
+    later = request("later")
+    assert gate.let_through([later]) == ([] if reason else [later])
+    assert gate.num_held == bool(reason)
+
+
 @pytest.mark.parametrize("limit_s", (10.0, 0.0))
 def test_a_closed_gate_gives_signs_of_life(limit_s):
     gate = Gate(limit_s)

@@ -35,3 +35,11 @@ Otherwise the graphs have no tag, and a release of "cuda_graph" frees nothing.""
 def graphs_are_released_by_tag() -> bool:
     """Return True if this process captures its CUDA graphs under their tag."""
     return os.environ.get(GRAPHS_VARIABLE, "").lower() in ("1", "true", "yes", "on", "y", "t")
+
+
+REQUESTS_TAG = "requests"
+"""A tag without memory. A release of this tag alone has the engine refuse every request at once, a
+resume ends that."""
+
+TAKEN_BY_TRAINER = "the trainer has taken this engine out of rotation; another one serves requests"
+"""The reason of such a refusal."""

@@ -10,6 +10,7 @@ The hooks change SGLang's behaviour for servers that were launched with our load
 - In SGLang, the reply has no fields for an error or for costs. Here the facts `refusal` and `costs`
   travel with the reply to the process that serves HTTP, see `hooks.http`.
 - SGLang runs requests although their memory is released. Here `hooks.request_gate` holds them back.
+- One more tag stands for no memory, but for the requests (`REQUESTS_TAG`).
 - SGLang releases the tags of a request in its own order. Here the request has the order.
 - SGLang copies all weights to the host before a release. Here `host_backup` decides.
 """
@@ -28,12 +29,14 @@ import torch
 
 from sglang_loader.common.engine_settings import (
     CUDA_GRAPH_TAG,
+    REQUESTS_TAG,
+    TAKEN_BY_TRAINER,
     graphs_are_released_by_tag,
     requested_host_backup,
 )
 from sglang_loader.common.regions.intervals import num_bytes
 from sglang_loader.common.stage_costs import Cost, by_rank
-from sglang_loader.hooks.request_gate import closing_reason, set_gate
+from sglang_loader.hooks.request_gate import closing_reason, refuse_requests, set_gate
 from sglang_loader.hooks.tp_ranks import TPRanks, attempt
 from sglang_loader.host_backup.allocations import (
     WEIGHTS_TAG,
@@ -125,6 +128,9 @@ def release_tags(original: Original, updater: Any, request: Any) -> Any:
     """Wrap `release_memory_occupation`: save the weights, then release the resident tags."""
     if not is_ours(updater.tp_worker.server_args):
         return original(updater, request)
+    if request.tags == [REQUESTS_TAG]:
+        refuse_requests(TAKEN_BY_TRAINER)
+        return io_struct().ReleaseMemoryOccupationReqOutput()
     requested, failure = _requested_tags(request.tags or RELEASE_ORDER)
     tags = [tag for tag in requested if tag not in updater.offload_tags]
     if not tags and failure is None:  # all are released already
@@ -156,6 +162,9 @@ def resume_tags(original: Original, updater: Any, request: Any) -> Any:
     """Wrap `resume_memory_occupation`: resume the released tags, and restore the weights."""
     if not is_ours(updater.tp_worker.server_args):
         return original(updater, request)
+    if request.tags == [REQUESTS_TAG]:
+        refuse_requests(None)
+        return io_struct().ResumeMemoryOccupationReqOutput()
     requested, failure = _requested_tags(request.tags or RESUME_ORDER)
     tags = [tag for tag in requested if tag in updater.offload_tags]
     if not tags and failure is None:  # all are resident already

@@ -6,6 +6,7 @@ scheduler's socket and its queues, or are refused:
 
     gate = RequestGate(limit_s, channels)           # 0: requests are refused at once
     gate.set("the last sync was not complete")       # None: it is open again
+    gate.refuse("the trainer needs the GPU")         # None: requests may wait again
     messages = gate.let_through(messages)            # whatever came in, in every round of the loop
 
 Every scheduler process has a gate. The rank that receives requests is the only one that holds any.
@@ -68,6 +69,7 @@ class RequestGate:
 
     Attributes:
         reason: the reason why the gate is closed. None if the gate is open.
+        refusal: the reason why requests are refused at once, or None if they may wait.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class RequestGate:
         self._clock = clock
         self._held: deque[_Held] = deque()
         self.reason: str | None = None
+        self.refusal: str | None = None
 
     @property
     def num_held(self) -> int:
@@ -101,6 +104,10 @@ class RequestGate:
             logger.info(text, self._limit_s, reason)
         self.reason = reason
 
+    def refuse(self, refusal: str | None) -> None:
+        """Refuse held and new requests for this reason, from the next round on. None ends that."""
+        self.refusal = refusal
+
     def let_through(self, messages: list[Any]) -> list[Any]:
         """Return the messages that the scheduler gets in this round.
 
@@ -108,7 +115,8 @@ class RequestGate:
         By then the message is processed.
         """
         passed: list[Any] = []
-        if self.reason is None:  # held requests pass before new ones
+        is_open = self.reason is None and self.refusal is None
+        if is_open:  # held requests pass before new ones
             passed += [held.request for held in self._held]
             self._held.clear()
         is_uncertain = False  # True behind a message that may close the gate
@@ -120,7 +128,7 @@ class RequestGate:
                     self._abort(message)
                 is_uncertain = is_uncertain or isinstance(message, self._closing)
                 passed.append(message)
-            elif self.reason is None and not is_uncertain:
+            elif is_open and not is_uncertain:
                 passed.append(message)
             elif self.reason == RANDOM_WEIGHTS and all(
                 map(is_warm_up, message.batch if is_batch else [message])
@@ -129,9 +137,12 @@ class RequestGate:
             else:
                 for request in message.batch if is_batch else [message]:
                     self._hold(request)
-        while self.reason is not None and self._held and self._held[0].deadline <= self._clock():
+        while not is_open and self._held and self._is_due(self._held[0]):
             self._refuse(self._held.popleft().request)
         return passed
+
+    def _is_due(self, held: _Held) -> bool:
+        return self.refusal is not None or held.deadline <= self._clock()
 
     def _hold(self, request: Any) -> None:
         if is_health_probe(request):
@@ -141,10 +152,10 @@ class RequestGate:
 
     def _refuse(self, request: Any) -> None:
         """Answer with HTTP 503 and the reason."""
-        waited = f" for {self._limit_s:g} s" if self._limit_s else ""
+        waited = f" for {self._limit_s:g} s" if self._limit_s and self.refusal is None else ""
         reason = {
             "type": "abort",
-            "message": f"not served{waited}: {self.reason}",
+            "message": f"not served{waited}: {self.refusal or self.reason}",
             "status_code": HTTPStatus.SERVICE_UNAVAILABLE,
             "err_type": "WeightsNotReady",
         }
@@ -231,6 +242,12 @@ def set_gate(reason: str | None) -> None:
     """Close this process's gate for a reason, or open it (None). All TP ranks must do the same."""
     if _gate is not None:
         _gate.set(reason)
+
+
+def refuse_requests(refusal: str | None) -> None:
+    """Make this process's gate refuse all requests at once. None: they may wait again."""
+    if _gate is not None:
+        _gate.refuse(refusal)
 
 
 def gate_reason() -> str | None:

@@ -13,14 +13,19 @@ import time
 from typing import IO, Any
 
 import ray
-from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+from sglang.srt.managers.io_struct import (
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+)
 from verl.workers.rollout.replica import RolloutMode, TokenOutput
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer, SGLangReplica
 
 from sglang_loader.common.engine_settings import (
     GRAPHS_VARIABLE,
     HOST_BACKUP_VARIABLE,
+    REQUESTS_TAG,
     STALE_REQUESTS_VARIABLE,
+    TAKEN_BY_TRAINER,
 )
 from sglang_loader.common.session.messages import SESSION_FORMAT
 from sglang_loader.common.stage_costs import StageCosts
@@ -29,6 +34,7 @@ from verl_sglang_sync.http_settings import server_url
 from verl_sglang_sync.router.registration import register
 from verl_sglang_sync.verl.step_metrics import show_metrics_in_steps
 from verl_sglang_sync.verl.upstream import (
+    end_pause,
     is_abort,
     list_server_arguments,
     log_without_flush,
@@ -49,6 +55,7 @@ class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
     _last_sleep: tuple[float, StageCosts | None] | None = None
     _router_guard: IO[bytes] | None = None  # closed with this process
     _metrics: dict[str, float] | None = None
+    _refuses_requests = False
 
     async def launch_server(
         self, master_address: str | None = None, master_port: int | None = None
@@ -98,16 +105,42 @@ class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
         if self.node_rank == 0:
             limit_s = self._settings.request_timeout_s
             await pause_by_aborting(self.tokenizer_manager, timeout_s=limit_s)
+            await self._accept_requests()
+
+    async def refuse_requests(self) -> None:
+        """Refuse all requests at once until generation is resumed, those that wait as well. Called
+        in a pause, which this ends.
+        """
+        if self.node_rank == 0:
+            self._refuses_requests = True
+            request = ReleaseMemoryOccupationReqInput(tags=[REQUESTS_TAG])
+            await self.tokenizer_manager.release_memory_occupation(request, None)
+            await end_pause(self.tokenizer_manager)  # what it has held is refused
+
+    async def resume_generation(self) -> None:
+        """Serve requests again, as verl does."""
+        await self._accept_requests()
+        await super().resume_generation()
+
+    async def _accept_requests(self) -> None:
+        if self._refuses_requests:
+            request = ResumeMemoryOccupationReqInput(tags=[REQUESTS_TAG])
+            await self.tokenizer_manager.resume_memory_occupation(request, None)
+            self._refuses_requests = False
 
     @functools.wraps(SGLangHttpServer.generate)
     async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
-        """Return no tokens for a request that was aborted before it ran, instead of an error."""
+        """Return no tokens for a request that was aborted before it ran, or refused because the
+        trainer has taken this engine, instead of an error. verl's client then asks another server.
+        """
         try:
             return await super().generate(*args, **kwargs)
         except Exception as error:
-            if not is_abort(error):
+            is_refused = TAKEN_BY_TRAINER in str(getattr(error, "detail", ""))
+            if not is_refused and not is_abort(error):
                 raise
-            version = {"global_steps": self.global_steps}
+            # A refused request has no version: this engine's weights may be many steps old.
+            version = {"global_steps": None if is_refused else self.global_steps}
             return TokenOutput(
                 token_ids=[], log_probs=[], stop_reason="abort", extra_fields=version
             )
@@ -156,3 +189,17 @@ class WeightSyncReplica(SGLangReplica):  # type: ignore[misc]
             log_without_flush()
             if self.config.checkpoint_engine.backend == DISAGGREGATED_BACKEND:
                 tell_weight_versions()
+
+    async def abort_all_requests(self, reject_request: bool = False) -> None:
+        """Pause generation as verl does.
+
+        Args:
+            reject_request: True: no resume follows soon. Requests are then refused at once, which
+                verl's own replica cannot do.
+        """
+        if WeightSyncConfig.from_rollout(self.config) is None:
+            await super().abort_all_requests(reject_request)
+            return
+        await super().abort_all_requests()
+        if reject_request:
+            await self.servers[0].refuse_requests.remote()

@@ -41,6 +41,15 @@ async def pause_by_aborting(manager: Any, *, timeout_s: float) -> None:
             await asyncio.sleep(PAUSE_STEP_S)
 
 
+async def end_pause(manager: Any) -> None:
+    """Let requests go on to the scheduler. The scheduler itself is not told, because it does not
+    take part in a pause by aborting.
+    """
+    async with manager.is_pause_cond:
+        manager.is_pause = False
+        manager.is_pause_cond.notify_all()
+
+
 def _still_running(manager: Any, timeout_s: float) -> str:
     running = list(manager.rid_to_state)  # also those that wait for the pause to end
     names = ", ".join(map(str, running[:NUM_NAMED]))
