@@ -4,8 +4,8 @@
 #   MODEL=Qwen/Qwen3-8B DATA=~/data/gsm8k TRAINER_GPUS=4 ROLLOUT_GPUS=4 recipes/grpo_separate_async_gpu.sh
 #
 # DATA holds verl's train.parquet and test.parquet. WEIGHT_SYNC empty: verl's own nccl backend.
-# With the argument actor_rollout_ref.rollout.custom.weight_sync.mode=compiled engines read the trainer's memory, or are sent
-# their parts, instead of a broadcast of all weights.
+# With the argument actor_rollout_ref.rollout.custom.weight_sync.mode=flattened all weights are broadcast at every sync, instead
+# of engines reading the trainer's memory, or being sent their parts.
 # Arguments are Hydra overrides, and win over those below; `--cfg job` as the last one prints the config instead.
 set -euo pipefail
 

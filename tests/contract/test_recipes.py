@@ -80,8 +80,7 @@ def test_recipe_composes_with_our_flags(script, model_folder, tmp_path):
     settings = check_recipe(config)
     assert settings is not None
     separate = script == "grpo_separate_async_gpu.sh"
-    default = "flattened" if separate else "compiled"
-    assert settings.mode == PRESETS.get(script, {}).get("WEIGHT_SYNC", default)
+    assert settings.mode == PRESETS.get(script, {}).get("WEIGHT_SYNC", "compiled")
     backend = config.actor_rollout_ref.rollout.checkpoint_engine.backend
     assert backend == ("sglang_sync" if separate else "naive")
     assert settings.multi_stage_wake_up is not separate

@@ -31,7 +31,6 @@ RUN = Run(
         "trainer.save_freq=1",
         "trainer.default_local_dir={folder}/checkpoints",
         "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]",
-        "actor_rollout_ref.rollout.custom.weight_sync.mode=compiled",
     ),
     variables=(
         *FINDING_TESTS,

@@ -48,9 +48,8 @@ MERGED = (
 )
 SEPARATE = (
     "trainer.v1.separate_async.num_warmup_batches=0",  # every batch is sampled after a sync
-    "actor_rollout_ref.rollout.custom.weight_sync.mode=compiled",
 )
-SENT = ("+actor_rollout_ref.rollout.custom.weight_sync.read_in_place=False",)
+SENT = ("actor_rollout_ref.rollout.custom.weight_sync.read_in_place=False",)
 APART = {
     "tp": 1,
     "preset": "disaggregated",

@@ -176,14 +176,14 @@ def recipes():
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_has_exactly_the_known_keys_and_the_defaults(recipes, preset):
     keys = OmegaConf.to_container(OmegaConf.select(recipes[preset], SECTION))
-    assert set(keys) == {*PRESET_KEYS, *(COMPILED_KEYS if preset == "compiled" else ())}
+    mode = "compiled" if preset in ("compiled", "disaggregated") else "flattened"
+    assert set(keys) == {*PRESET_KEYS, *(COMPILED_KEYS if mode == "compiled" else ())}
     assert keys.pop("timeouts_s") == dict.fromkeys(LIMITS)
     defaults = {
         field.name: field.default
         for field in dataclasses.fields(WeightSyncConfig)
         if field.default is not dataclasses.MISSING and field.name in keys
     }
-    mode = "compiled" if preset == "compiled" else "flattened"
     assert keys == {"mode": mode, **defaults}
     settings = WeightSyncConfig.from_rollout(recipes[preset].actor_rollout_ref.rollout)
     assert settings == WeightSyncConfig(

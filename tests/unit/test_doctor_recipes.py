@@ -61,10 +61,10 @@ class TestRecipe:
                 (*presets.USUAL, "+weight_sync=bucketed"),
                 "through 2 staging buffers, shared by CUDA",
             ),
-            (DISAGGREGATED, "over NCCL"),
-            ((*DISAGGREGATED, f"{SECTION}.mode=compiled"), f"{IN_PLACE}, where engines"),
+            ((*DISAGGREGATED, f"{SECTION}.mode=flattened"), "over NCCL"),
+            (DISAGGREGATED, f"{IN_PLACE}, where engines"),
             (
-                (*DISAGGREGATED, f"{SECTION}.mode=compiled", "trainer.nnodes=2"),
+                (*DISAGGREGATED, "trainer.nnodes=2"),
                 "Later syncs have every rank send the engines its shards, where these prove",
             ),
         ],
