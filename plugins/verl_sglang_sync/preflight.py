@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 MODEL = "actor_rollout_ref.model"
 ENGINE = f"{ROLLOUT}.engine_kwargs.sglang"
+DELTAS = "delta_sharded"
+"""verl's backend that sends its standalone replicas what has changed."""
 NEVER_SYNCED = ("NGRAM", "DFLASH")
 """Algorithms of speculative decoding with which SGLang updates only the target."""
 
@@ -84,6 +86,12 @@ def _without_preset(config: DictConfig, rollout: DictConfig) -> Iterator[str]:
 def _remarks(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]:
     if ignored := ", ".join(_keys_without_effect(config, settings)):
         yield f"settings of {SECTION} without effect in this recipe: {ignored}"
+    if OmegaConf.select(config, BACKEND_KEY) == DELTAS:
+        yield (
+            f"{BACKEND_KEY}={DELTAS!r}: verl's own backend updates the standalone replicas. The "
+            "preset serves the replicas on the trainer's GPUs alone, and proves nothing of the "
+            f"others; +weight_sync=disaggregated with {DISAGGREGATED_BACKEND!r} serves all"
+        )
     if settings.multi_stage_wake_up and not settings.free_cache_engine:
         yield (
             f"{ROLLOUT}.multi_stage_wake_up=True is ignored: free_cache_engine=False keeps the "
@@ -116,12 +124,6 @@ def _check_engine(config: DictConfig, settings: WeightSyncConfig) -> Iterator[st
             f"{ROLLOUT}.disaggregation.enabled=True: allowed: False (prefill/decode servers "
             "keep verl's own replica)"
         )
-    if OmegaConf.select(config, BACKEND_KEY) == "delta_sharded":
-        yield (
-            f"{BACKEND_KEY}='delta_sharded': it sends deltas in a wire format of its "
-            f"own; allowed: 'naive', {DISAGGREGATED_BACKEND!r}, or a backend that delivers full "
-            "tensors, with which verl's own update is used"
-        )
     quantization = OmegaConf.select(config, f"{ROLLOUT}.quantization")
     if quantization not in (None, "fp8"):
         yield f"{ROLLOUT}.quantization={quantization!r}: allowed: null, 'fp8'"
@@ -145,10 +147,29 @@ def _check_engine(config: DictConfig, settings: WeightSyncConfig) -> Iterator[st
 
 
 def _serves_adapter(config: DictConfig) -> bool:
-    if OmegaConf.select(config, f"{MODEL}.lora.merge"):
-        return False
+    return _has_adapter(config) and not OmegaConf.select(config, f"{MODEL}.lora.merge")
+
+
+def _has_adapter(config: DictConfig) -> bool:
     ranks = (OmegaConf.select(config, f"{MODEL}.{key}") for key in ("lora_rank", "lora.rank"))
     return any(isinstance(rank, int) and rank > 0 for rank in ranks)
+
+
+def _check_deltas(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]:
+    """Refuse what verl's deltas would make wrong weights of."""
+    if OmegaConf.select(config, BACKEND_KEY) != DELTAS:
+        return
+    if _has_adapter(config):
+        yield (
+            f"{BACKEND_KEY}={DELTAS!r} with a LoRA: allowed: no LoRA (verl's deltas are of the "
+            "base weights alone)"
+        )
+    quantization = OmegaConf.select(config, f"{ROLLOUT}.quantization")
+    if quantization is not None:
+        yield (
+            f"{ROLLOUT}.quantization={quantization!r} with {BACKEND_KEY}={DELTAS!r}: allowed: null "
+            "(verl does not quantise its deltas)"
+        )
 
 
 def _check_counts(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]:
@@ -253,6 +274,7 @@ def _keys_without_effect(config: DictConfig, settings: WeightSyncConfig) -> Iter
 
 _CHECKS: tuple[Callable[[DictConfig, WeightSyncConfig], Iterator[str]], ...] = (
     _check_engine,
+    _check_deltas,
     _check_counts,
     _check_disaggregated,
     _check_graphs,

@@ -44,6 +44,10 @@ def recipe(recipes):
     return changed
 
 
+DELTAS = {
+    f"{ROLLOUT}.checkpoint_engine.backend": "delta_sharded",
+    "trainer.v1.trainer_mode": "separate_async",
+}
 GRAPHS = {f"{SECTION}.release_cuda_graphs": True}
 BREAKABLE = f"{ROLLOUT}.engine_kwargs.sglang.cuda_graph_backend_prefill"
 
@@ -57,6 +61,7 @@ GOOD = {
     "graphs asleep": GRAPHS,
     "no graphs": {f"{ROLLOUT}.enforce_eager": True},
     "fp8": {f"{ROLLOUT}.quantization": "fp8"},
+    "deltas for standalone replicas": DELTAS,
 }
 
 
@@ -92,9 +97,16 @@ BAD = {
         {f"{MODEL}.lora_rank": 8, **DP_ATTENTION},
         [f"{ROLLOUT}.data_parallel_size=2 with a LoRA served as an adapter: allowed: 1"],
     ),
-    "deltas": (
-        {f"{ROLLOUT}.checkpoint_engine.backend": "delta_sharded"},
-        [f"{ROLLOUT}.checkpoint_engine.backend='delta_sharded'", "allowed: 'naive'"],
+    "deltas of what they do not have": (
+        {**DELTAS, f"{MODEL}.lora_rank": 8, f"{ROLLOUT}.quantization": "fp8"},
+        [
+            f"{ROLLOUT}.checkpoint_engine.backend='delta_sharded' with a LoRA: allowed: no LoRA",
+            f"{ROLLOUT}.quantization='fp8' with {ROLLOUT}.checkpoint_engine.backend='delta_",
+        ],
+    ),
+    "deltas of a merged LoRA": (
+        {**DELTAS, f"{MODEL}.lora_rank": 8, f"{MODEL}.lora.merge": True},
+        ["with a LoRA: allowed: no LoRA"],
     ),
     "other quantization": (
         {f"{ROLLOUT}.quantization": "torchao"},
@@ -166,6 +178,11 @@ def test_a_config_without_a_rollout_is_left_alone():
             "multi_stage_wake_up=True is ignored: free_cache_engine=False",
         ),
         ("flattened", {"multi_stage_wake_up": True}, None),
+        (
+            "compiled",
+            {"checkpoint_engine.backend": "delta_sharded"},
+            "verl's own backend updates the standalone replicas",
+        ),
         ("flattened", {"free_cache_engine": False}, None),
     ),
 )
