@@ -23,7 +23,7 @@ PYTEST_ARGS ?=
 NO_INDEX_WARNINGS = 2> >(grep -v "is ignored: it is neither" >&2)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-slow fault-storm lint unit dist clean
+.PHONY: help setup quickstart test test-slow fault-storm lint unit surface dist clean
 
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*##/\t/' | expand -t 14
@@ -58,6 +58,9 @@ lint: setup ## ruff, the rules of plain English and mypy
 
 unit: setup ## the tests that start no servers
 	$(RUN) -m pytest -q -m "not e2e and not gpu" $(PYTEST_ARGS)
+
+surface: setup ## what we use of verl, with VERL=FOLDER: a checkout of its repository
+	PYTHONPATH=$(VERL) $(RUN) -m pytest -q tests/contract/test_upstream_surface.py tests/contract/test_upstream_behaviour.py $(PYTEST_ARGS)
 
 test: lint ## lint, and the tests (the GPU ones skip with a reason where there is no GPU)
 	$(RUN) -m pytest -q -m "not slow" $(PYTEST_ARGS)

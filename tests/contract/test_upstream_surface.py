@@ -1,4 +1,4 @@
-"""What we use of verl 0.9.1, SGLang, PEFT and torch: a release that changed it fails here first.
+"""What we use of verl, SGLang, PEFT and torch: a release that changed it fails here first.
 
 `USES` lists every upstream symbol that we hook or call, with the parameters or fields that we use,
 and of which releases of SGLang; what is imported and not listed must be there as well. What no
@@ -64,7 +64,7 @@ verl.workers.rollout.replica:
     RolloutReplicaRegistry; ._registry; .register(name, loader); .get(name); RolloutMode
     TokenOutput
 verl.workers.rollout.sglang_rollout.async_sglang_server:
-    SGLangReplica; .abort_all_requests(self, reject_request)
+    SGLangReplica; .abort_all_requests(self)
     SGLangHttpServer; .launch_server(self, master_address, master_port)
     .sleep(self); .set_global_steps(self, global_steps); .abort_all_requests(self)
     .resume_generation(self); .lora_as_adapter; dataclasses; ServerArgs
@@ -159,6 +159,9 @@ torch.cuda:
     memory_snapshot(mempool_id, include_traces); MemPool; .snapshot(include_traces)
 """
 
+
+TRACE = "_ray_trace_ctx"
+"""Ray adds this parameter to the methods of whatever class an actor is made of."""
 
 Use = tuple[str, str]
 """A module, and a symbol in it; "" for the module itself."""
@@ -274,7 +277,9 @@ def test_every_hooked_method_is_listed_with_its_parameters():
 
 @pytest.mark.parametrize("kind", ["HttpServer", "Replica"])
 def test_what_verl_calls_on_a_server_or_replica_ours_takes_too(kind):
-    """Ours are verl's own classes, and what they override has verl's signature."""
+    """Ours are verl's own classes. What they override has verl's signature, or one more optional
+    parameter, which another release of verl passes.
+    """
     from verl.workers.rollout.sglang_rollout import async_sglang_server as verls
 
     from verl_sglang_sync.verl import replica as ours
@@ -286,12 +291,13 @@ def test_what_verl_calls_on_a_server_or_replica_ours_takes_too(kind):
     assert len(public) > 10
     for name, method in public.items():
         own = getattr(mine, name)
-        # Ray adds a parameter to the methods of whatever class an actor is made of.
         taken, listed = (
-            [name for name in inspect.signature(each).parameters if name != "_ray_trace_ctx"]
-            for each in (own, method)
+            [each for each in inspect.signature(which).parameters.values() if each.name != TRACE]
+            for which in (own, method)
         )
-        assert taken == listed, name
+        shared, more = taken[: len(listed)], taken[len(listed) :]
+        assert [each.name for each in shared] == [each.name for each in listed], name
+        assert all(each.default is not inspect.Parameter.empty for each in more), name
         assert inspect.iscoroutinefunction(own) == inspect.iscoroutinefunction(method), name
 
 

@@ -29,7 +29,7 @@ GOOD_SGLANG = SGLangFacts(policy="", load_errors=[], hooks={"a.B.resume": True})
 
 
 def version(found):
-    allowed = Requirement("verl>=0.9.1,<0.10")
+    allowed = Requirement("verl>=0.9.1,<0.11")
     return [installation.version_check("verl", "0.9.1", found, allowed)]
 
 
@@ -74,7 +74,8 @@ FACTS = [  # what is looked at, the check, how it is judged, and what is said
     (partial(version, "0.9.1"), "version of verl", OK, "0.9.1"),
     (partial(version, "0.9.1+cu130"), "version of verl", OK, "0.9.1"),
     (partial(version, "0.9.2"), "version of verl", WARN, "0.9.2"),
-    (partial(version, "0.10.0"), "version of verl", FAIL, "0.10.0"),
+    (partial(version, "0.10.0.dev0"), "version of verl", WARN, "0.10.0.dev0"),
+    (partial(version, "0.11.0"), "version of verl", FAIL, "0.11.0"),
     (partial(version, "0.9.0"), "version of verl", FAIL, "0.9.0"),
     *(
         (partial(beside, found), "version of sglang", status, "0.5.14")

@@ -197,9 +197,10 @@ class WeightSyncReplica(SGLangReplica):  # type: ignore[misc]
             reject_request: True: no resume follows soon. Requests are then refused at once, which
                 verl's own replica cannot do.
         """
-        if WeightSyncConfig.from_rollout(self.config) is None:
+        is_ours = WeightSyncConfig.from_rollout(self.config) is not None
+        if reject_request and not is_ours:
             await super().abort_all_requests(reject_request)
             return
-        await super().abort_all_requests()
+        await super().abort_all_requests()  # the one argument came with verl 0.9.1
         if reject_request:
             await self.servers[0].refuse_requests.remote()

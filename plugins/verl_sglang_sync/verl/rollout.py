@@ -6,6 +6,7 @@ Every trainer worker has one. Without a `+weight_sync` preset it only calls verl
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,7 @@ from verl_sglang_sync.verl.adapter import collect_adapter
 from verl_sglang_sync.verl.engine_format import EngineFormat
 from verl_sglang_sync.verl.exports import make_exports_repeatable
 from verl_sglang_sync.verl.rollout_server import RolloutServer, current_device, register_rollout
-from verl_sglang_sync.verl.upstream import complete_server_client
+from verl_sglang_sync.verl.upstream import complete_server_client, waits_before_kv_cache
 
 LORA_SLEEP_LEVEL = 1  # verl: only the KV cache sleeps where a LoRA adapter is served
 
@@ -60,6 +61,8 @@ class WeightSyncRollout(ServerAdapter):  # type: ignore[misc]
         if self._settings is None:
             await super().resume(tags)
             return
+        if KV_CACHE in tags and not waits_before_kv_cache():
+            await asyncio.to_thread(torch.distributed.barrier)
         manager = await self._sharding_manager()
         await self._account_for_sleep(manager)
         await manager.resume(tags)

@@ -1,6 +1,7 @@
-"""What verl 0.9.1 lacks, alone or with the SGLang that is there: done where a preset is chosen.
+"""What verl lacks, alone or with the SGLang that is there: done where a preset is chosen.
 
-What the installed SGLang does not need is left as it is.
+This holds for verl 0.9.1 and for commit 1dda039 of verl's repository, whose version is 0.10.0.dev.
+What the installed verl and SGLang do not need is left as it is.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import abc
 import asyncio
 import dataclasses
+import functools
+import inspect
 import logging
 import time
 import types
@@ -64,6 +67,16 @@ def _still_running(manager: Any, timeout_s: float) -> str:
 def is_abort(error: Exception) -> bool:
     """True if a request was aborted before it ran: SGLang 0.5.17 raises an error then."""
     return type(error).__name__ == "RequestAbortedError"
+
+
+@functools.cache
+def waits_before_kv_cache() -> bool:
+    """True if verl's worker waits until all ranks have freed their memory before it resumes the KV
+    cache. Verl 0.9.1 does, commit 1dda039 does not: there a resume may find too little memory.
+    """
+    from verl.workers.engine_workers import ActorRolloutRefWorker
+
+    return "barrier" in inspect.getsource(inspect.unwrap(ActorRolloutRefWorker.update_weights))
 
 
 def fields(kind: Any) -> Any:
