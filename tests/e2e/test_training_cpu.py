@@ -160,7 +160,7 @@ def test_weights_of_another_checkpoint_engine_arrive_verls_own_way(trained):
     log = (trained / "run.log").read_text()
     steps = [Step(row["data"], {}) for row in read_metrics(trained)]
     assert [step.arrived for step in steps] == [True, True], [step.metrics for step in steps]
-    assert "checkpoint_engine.backend='file' hands the weights over as they arrive" in log
+    assert "checkpoint_engine.backend='file' delivers the weights tensor by tensor" in log
     assert not (trained / "syncs.jsonl").exists(), "no sync was ours"
 
 

@@ -123,7 +123,8 @@ def replace_data():
 
 
 def test_other_data_than_fsdp1_has_noted_are_noticed(pool):
-    assert set(pool.run(replace_data)) == {"a flat parameter has other data than FSDP1 has noted"}
+    refusal = "a flat parameter has other data than FSDP1 has recorded"
+    assert set(pool.run(replace_data)) == {refusal}
 
 
 def another_norm(layer):

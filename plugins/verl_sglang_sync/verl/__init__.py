@@ -1,1 +1,1 @@
-"""Our classes that verl calls (rollout, replica, checkpoint engine), and verl's exports."""
+"""Our classes that verl calls (rollout, replica, checkpoint engine), and the exports of verl."""

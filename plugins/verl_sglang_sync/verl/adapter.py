@@ -1,8 +1,7 @@
-"""Packs a LoRA adapter that SGLang serves unmerged: every sync replaces all of it.
+"""Packs a LoRA adapter that SGLang serves unmerged. Every sync replaces the whole adapter.
 
-The base weights are synced once, as without an adapter; in disaggregated mode again if a replica
-joins that does not have them. verl 0.9.1's own client fails with the first adapter: its request has
-a field that SGLang 0.5.14 does not have.
+The base weights are synced once, as without an adapter. In disaggregated mode they are synced again
+if a replica joins without them.
 """
 
 from __future__ import annotations
@@ -27,23 +26,28 @@ from verl_sglang_sync.verl.adapter_config import (
 from verl_sglang_sync.verl.upstream import tp_ranks_share_adapters
 
 BASE_OF_EMBEDDINGS = ("embed_tokens.base_layer.weight", "lm_head.base_layer.weight")
-MOST_NAMED = 5
-"""Reasons that a message has."""
+MAX_NAMED = 5
+"""Number of reasons that a message names."""
 
 
 def collect_adapter(
     weights: Iterable[NamedTensor], peft_config: dict[str, Any], *, num_ranks: int, is_leader: bool
 ) -> AdapterUpdate:
-    """Read verl's export of an adapter, with PEFT's names; collective over the trainer's ranks.
+    """Read verl's export of an adapter, and pack the adapter. Collective over the trainer's ranks.
 
     Args:
+        weights: the adapter's tensors, with PEFT's names.
+        peft_config: the adapter's configuration.
         num_ranks: number of TP ranks of the engine.
-        is_leader: False: this rank has no engine, and keeps no tensors.
+        is_leader: False if this rank has no engine. Such a rank keeps no tensors.
+
+    Returns:
+        The update, with a `refusal` if SGLang cannot serve the adapter as it was trained.
     """
     tensors: dict[str, torch.Tensor] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for name, tensor in weights:
-        # PEFT has the base weights of an adapted embedding or head, which the base sync brings.
+        # PEFT exports the base weights of an adapted embedding or head, which the base sync sends.
         if name.endswith(BASE_OF_EMBEDDINGS):
             continue
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -56,6 +60,7 @@ def collect_adapter(
     config = json_config(peft_config)
     if tensors and not refused:
         config, tensors = served_adapter(peft_config, tensors)
+    # verl 0.9.1's own client fails here: its request has a field that SGLang 0.5.14 does not have.
     load = operations.load_adapter(
         SGLANG_LORA_NAME,
         config,
@@ -72,23 +77,30 @@ def collect_adapter(
 
 
 def check_adapter(peft_config: dict[str, Any], active_adapters: Iterable[str]) -> None:
-    """Raise ValueError, before the base weights are synced, for an adapter that would be refused.
+    """Refuse an adapter that SGLang cannot serve, before the base weights are synced.
 
     Args:
-        active_adapters: of the trainer's model; verl exports the one that is named "default".
+        peft_config: the adapter's configuration.
+        active_adapters: names of the adapters that are active in the trainer's model.
+
+    Raises:
+        ValueError: the configuration has fields that SGLang ignores, or another adapter is active.
     """
     refused = config_refusals(peft_config)
-    if others := [name for name in active_adapters if name != "default"]:
-        refused.append(f"the adapters {others} are active beside, or in place of, 'default'")
+    # verl exports the adapter with the name "default".
+    if unexported := [name for name in active_adapters if name != "default"]:
+        refused.append(f"the adapters {unexported} are active beside, or in place of, 'default'")
     if refused:
         raise ValueError(refusal_text(refused))
 
 
 def refusal_text(refused: list[str]) -> str:
-    named = "; ".join(refused[:MOST_NAMED])
-    more = f"; and {len(refused) - MOST_NAMED} more" if len(refused) > MOST_NAMED else ""
+    """Return the message for a refused adapter, with the first reasons."""
+    lines = [f"\n  - {reason}" for reason in refused[:MAX_NAMED]]
+    if len(refused) > MAX_NAMED:
+        lines.append(f"\n  - and {len(refused) - MAX_NAMED} more")
     return (
-        f"weight sync: SGLang cannot serve this LoRA adapter as it was trained: {named}{more}. "
+        f"weight sync: SGLang cannot serve this LoRA adapter as it was trained:{''.join(lines)}\n"
         "Nothing of it was published. Train without these, or, for LoRA and DoRA, set "
         "actor_rollout_ref.model.lora.merge=True."
     )

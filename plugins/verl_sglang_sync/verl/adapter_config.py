@@ -1,11 +1,11 @@
-"""Converts a LoRA adapter of PEFT's to one that SGLang serves rightly, or says why there is none.
+"""Converts PEFT's LoRA adapter to one that SGLang serves as it was trained, or names the obstacles.
 
-SGLang reads the rank, alpha and the target modules of PEFT's configuration. It ignores all other
-fields, and tensors that belong to no decoder layer. It asserts at the first request, and ends, if
-one of the projections is missing that it fuses.
-
-    refused = config_refusals(config) + tensor_refusals(config, tensors)
+    refused = config_refusals(config) + tensor_refusals(config, shapes)
     config, tensors = served_adapter(config, tensors)  # if nothing is refused
+
+SGLang reads the rank, alpha and the target modules of PEFT's configuration. SGLang ignores all
+other fields, and tensors outside the decoder layers. If an adapter lacks one of the projections
+that SGLang fuses, the engine's process ends at the first request, by an assertion.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from peft import LoraConfig
 from peft.utils.other import get_pattern_key
 
 CONVERTED = frozenset({"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"})
-"""Fields whose effect is computed here, in what SGLang reads."""
+"""Fields whose effect `served_adapter` expresses in the fields that SGLang reads."""
 SEEN_IN_TENSORS = frozenset(
     {
         "target_modules",
@@ -42,7 +42,7 @@ NOT_OF_THE_ROLLOUT = frozenset(
         *("inference_mode", "lora_dropout", "runtime_config"),
         # How the base layer stores its weight. A and B have the same layout either way.
         "fan_in_fan_out",
-        # Details of an initialisation. `init_lora_weights` says which.
+        # Details of the initialisation that `init_lora_weights` names.
         *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
         # Read only where a refused field is set.
         *("megatron_core", "qalora_group_size"),
@@ -50,8 +50,10 @@ NOT_OF_THE_ROLLOUT = frozenset(
 )
 """Fields that do not change what a trained adapter computes."""
 INITIALISATIONS = (True, False, "gaussian", "eva", "orthogonal")
-"""Values of `init_lora_weights` that leave the base weights as they are: the engine may have these
-from the checkpoint. All others change them, or make a layer of another kind.
+"""Values of `init_lora_weights` that leave the base weights as the checkpoint has them.
+
+Other values change the base weights, which an engine may have from the checkpoint, or make a layer
+of another kind.
 """
 
 FUSED = (
@@ -60,8 +62,8 @@ FUSED = (
     ({"q_a_proj", "kv_a_proj_with_mqa"}, {"q_a_proj", "kv_a_proj_with_mqa"}),
     *((names, names) for names in [{f"in_proj_{name}" for name in "qkvz"}]),
 )
-"""Projections that SGLang fuses: if a layer has an adapter on any of the first set, SGLang fails
-without one on each of the second."""
+"""Pairs of sets of projections that SGLang fuses. With an adapter on any projection of the first
+set SGLang fails unless all projections of the second set have one."""
 
 _TENSOR = re.compile(r"(?P<module>.+)\.lora_(?:[AB]\.weight|embedding_[AB])")
 _LAYER = re.compile(r"layers\.(\d+)\.")  # as SGLang's get_layer_id
@@ -71,7 +73,11 @@ _PEFT_PREFIX = "base_model.model."
 
 
 def config_refusals(config: Mapping[str, Any]) -> list[str]:
-    """List the fields of a PEFT configuration that SGLang would ignore, with their values."""
+    """List the fields of a PEFT configuration that SGLang would ignore, with their values.
+
+    Returns:
+        Texts such as "use_dora=True". Empty if SGLang serves such an adapter.
+    """
     peft_type = _plain(config.get("peft_type"))
     if str(peft_type).upper() != "LORA":
         return [f"peft_type={peft_type!r}"]
@@ -82,7 +88,7 @@ def config_refusals(config: Mapping[str, Any]) -> list[str]:
     refused = []
     for name, value in config.items():
         if name == "init_lora_weights":
-            is_served = any(value is each or value == each for each in INITIALISATIONS)
+            is_served = any(value is init or value == init for init in INITIALISATIONS)
         else:
             is_served = name in known or _is_off(value) or value == defaults.get(name)
         if not is_served:
@@ -102,10 +108,13 @@ def _is_off(value: Any) -> bool:
 
 
 def tensor_refusals(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """List what SGLang would drop, or fail at, of an adapter's tensors.
+    """List the tensors of an adapter that SGLang would drop, or at which it would fail.
 
     Args:
-        shapes: of the tensors, by PEFT's names.
+        shapes: shapes of the tensors, by PEFT's names.
+
+    Returns:
+        Texts that name a tensor or module. Empty if SGLang serves the adapter.
     """
     refused, modules = [], dict[str, None]()  # in the order of the export
     for name, shape in shapes.items():
@@ -134,14 +143,14 @@ def tensor_refusals(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, .
         expert = _EXPERT.search(f"{module}.")
         place = leaf, layer and layer[1], expert and expert[1]
         # A shared expert has a place of its own beside the experts, not beside another MLP.
-        if (other := places.setdefault(place, module)) != module:
-            refused.append(f"{module} would be served in the place of {other}")
-    for parent, found in leaves.items():
+        if (first := places.setdefault(place, module)) != module:
+            refused.append(f"{module} would be served in the place of {first}")
+    for parent, adapted in leaves.items():
         for fused, needed in FUSED:
-            if found & fused and not needed <= found:
+            if adapted & fused and not needed <= adapted:
                 refused.append(
-                    f"{parent} has an adapter on {_names(found & fused)}, and SGLang needs one on "
-                    f"{_names(needed - found)}"
+                    f"{parent} has an adapter on {_names(adapted & fused)}, and SGLang needs one "
+                    f"on {_names(needed - adapted)}"
                 )
     return refused
 
@@ -149,10 +158,10 @@ def tensor_refusals(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, .
 def served_adapter(
     config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Express an adapter without refusals by one rank, one alpha, and its modules' names.
+    """Convert an adapter without refusals to one rank, one alpha, and a list of modules.
 
-    Smaller ranks are filled up with zeros. If the modules differ in their scale, each B is
-    multiplied by its own, just as SGLang multiplies it by alpha / rank.
+    Returns:
+        The configuration as JSON has it, and the tensors.
     """
     sizes = {}
     for name in tensors:
@@ -161,6 +170,8 @@ def served_adapter(
         sizes[name] = _rank_and_alpha(config, match["module"])
     rank, alpha = max(sizes.values())
     if len(set(sizes.values())) > 1:
+        # SGLang multiplies by alpha / rank, which is 1 then. Each B has its own scale multiplied
+        # in.
         alpha = rank
         tensors = {
             name: _scaled(name, tensor, rank, *sizes[name]) for name, tensor in tensors.items()
@@ -177,12 +188,12 @@ def served_adapter(
 
 
 def json_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A PEFT configuration as JSON has it: sets become sorted lists, enums their values."""
+    """Convert a PEFT configuration to JSON's types: sets to sorted lists, enums to their values."""
     return {name: _plain(value) for name, value in config.items()}
 
 
 def _has_fused_experts(module: str) -> bool:
-    """True for PEFT's adapters on the parameters of a module, which hold those of all experts."""
+    """Return True if PEFT has put the adapter on a parameter that all experts share."""
     return module.endswith(".experts") or ".experts.base_layer" in module
 
 
@@ -191,7 +202,7 @@ def _is_a(name: str) -> bool:
 
 
 def _rank_and_alpha(config: Mapping[str, Any], module: str) -> tuple[int, float]:
-    """A module's rank, and the alpha that gives its scale as alpha / rank."""
+    """Return a module's rank, and the alpha with which alpha / rank is its scale."""
     module = module.removeprefix(_PEFT_PREFIX)
     ranks, alphas = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
     rank = ranks.get(get_pattern_key(list(ranks), module), config["r"])
@@ -200,7 +211,7 @@ def _rank_and_alpha(config: Mapping[str, Any], module: str) -> tuple[int, float]
 
 
 def _scaled(name: str, tensor: torch.Tensor, rank: int, own: int, alpha: float) -> torch.Tensor:
-    """A tensor with zeros up to `rank`, a B multiplied by its scale."""
+    """Fill a tensor up to `rank` with zeros, and multiply a B by its scale."""
     if _is_a(name):
         full = tensor.new_zeros(rank, tensor.shape[1])
         full[:own] = tensor
@@ -216,11 +227,11 @@ def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _plain(dataclasses.asdict(value))
     if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (set, frozenset)):
         return sorted(map(_plain, value), key=str)
     if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     is_json = value is None or isinstance(value, (str, int, float, bool))
     return value if is_json else str(value)
 

@@ -1,7 +1,8 @@
-"""verl on a machine without a GPU: `VERL_PLATFORM=cpu` runs the real trainer and engine on the CPU.
+"""A platform of verl for machines without a GPU: `VERL_PLATFORM=cpu` runs trainer and engine on
+CPUs.
 
-Slow and meant for development, tests and the quickstart. Nothing here is touched unless that
-variable is set, because entry points load on GPU hosts too.
+The platform is slow, and meant for development, tests and the quickstart. Without that variable
+this module is not imported, because entry points load on GPU hosts, too.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ ACCELERATOR_ONLY = (
     *("empty_cache", "ipc_collect"),
     *("set_device", "manual_seed", "manual_seed_all"),
 )
-"""Functions that verl calls on its device module; here each does nothing and returns 0."""
+"""Functions that verl calls on its device module. Each does nothing here, and returns 0."""
 
 
 def _nothing(*_args: Any, **_kwargs: Any) -> int:
@@ -68,14 +69,14 @@ def _set_rng_state(state: torch.Tensor, *_: Any) -> None:
 
 
 def _no_memory_history(*_args: Any, **_kwargs: Any) -> None:
-    raise RuntimeError("only a GPU's allocator has a memory history")  # verl logs it
+    raise RuntimeError("only a GPU's allocator has a memory history")  # verl logs the error
 
 
 HISTORY = ("_record_memory_history", "_snapshot", "_dump_snapshot")
 
 
 class CpuPlatform(PlatformBase):  # type: ignore[misc]
-    """verl's platform interface on a CPU; one process stands for one "GPU" of Ray's."""
+    """verl's platform interface on a CPU. One process stands for one "GPU" of Ray's."""
 
     device_name = "cpu"
     vendor_name = "cpu"
@@ -139,10 +140,8 @@ class CpuPlatform(PlatformBase):  # type: ignore[misc]
 
 
 def install() -> None:
-    """Register the platform and make verl, torch and SGLang agree on the CPU in this process.
-
-    Environment variables are inherited by the Ray workers; values that the user set win.
-    """
+    """Register the platform, and set up verl, torch and SGLang for the CPU in this process."""
+    # Ray's workers inherit the variables. A value that the user has set stays.
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     PlatformRegistry.register(platform="cpu")(CpuPlatform)
@@ -152,7 +151,8 @@ def install() -> None:
 
 
 def _use_plain_gloo() -> None:
-    """verl composes the backend "cpu:gloo,cpu:gloo", which torch refuses: name it once."""
+    """Make verl name the backend "cpu:gloo" once."""
+    # verl composes "cpu:gloo,cpu:gloo", which torch refuses.
     import verl.utils.distributed as distributed
 
     original: Callable[..., Any] = distributed.initialize_global_process_group_ray
@@ -164,7 +164,8 @@ def _use_plain_gloo() -> None:
 
 
 def load_critics_without_flash_attention() -> None:
-    """verl loads every critic with flash_attention_2, a GPU kernel; sdpa computes the same."""
+    """Make verl load critics with sdpa, which computes the same as flash_attention_2."""
+    # verl names flash_attention_2, a GPU kernel, for every critic.
     import verl.utils.model
 
     def load_valuehead_model(
@@ -184,13 +185,12 @@ def load_critics_without_flash_attention() -> None:
 
 
 def _share_tensors_by_name() -> None:
-    """Let SGLang's scheduler, a process of another tree, map this process's CPU tensors.
-
-    torch's default strategy hands out file descriptors guarded by a key of the process tree; named
-    shared memory has no such limit. SGLang's patch of torch's reductions rewrites the device index,
-    which CPU tensors do not have; it leaves torch alone where its marker attribute exists.
-    """
+    """Make this process's CPU tensors mappable by SGLang's scheduler, a process of another tree."""
     from torch.multiprocessing import reductions, set_sharing_strategy
 
+    # torch's default strategy passes file descriptors, guarded by a key of the process tree. Named
+    # shared memory has no such limit.
     set_sharing_strategy("file_system")
+    # SGLang's patch of torch's reductions rewrites a tensor's device index, which CPU tensors lack.
+    # SGLang leaves torch alone if the attribute exists that marks its patch.
     reductions._reduce_tensor_original = reductions.reduce_tensor  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Converts exports to the names and dtypes that SGLang expects, as verl's own update does."""
+"""Converts an export to the names and dtypes that SGLang expects, as verl's own update does."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ from verl_sglang_sync.sources.export import NamedTensor, transformed
 
 
 class NotQuantized(ValueError):
-    """verl failed to quantise a weight."""
+    """A weight that verl failed to quantise."""
 
 
 def quantized(
     weights: Iterable[NamedTensor], quantizer: Any, dtype: torch.dtype
 ) -> Iterator[NamedTensor]:
-    """`weights`, where those that `quantizer` selects are in fp8, each followed by its
-    `_scale_inv`.
+    """Yield `weights`, with the weights that `quantizer` selects in fp8.
+
+    Each weight in fp8 is followed by its scale, whose name has the suffix `_scale_inv`.
 
     Args:
-        quantizer: verl's `SGLangFP8QuantizerHelper`. If its kernel fails, it logs that and returns
-            the weight in its own dtype: the engine would round it to fp8 with the old scale.
+        quantizer: verl's `SGLangFP8QuantizerHelper`.
         dtype: dtype in which scales are computed.
 
     Raises:
-        NotQuantized: that has happened. Raised after the last weight, because until then the other
-            ranks need this one in the collectives of the export.
+        NotQuantized: the quantizer left a weight in its own dtype. Raised after the last weight.
     """
+    # If its kernel fails, verl's helper logs the error and returns the weight as it is. The engine
+    # would round such a weight to fp8 with the old scale. Raise at the end: until then the other
+    # ranks need this rank in the collectives of the export.
     failure: NotQuantized | None = None
     for name, tensor in _steps(quantizer.quant_weights_by_name(weights, dtype=dtype)):
         if quantizer.should_quantize_param(name) and tensor.dtype != torch.float8_e4m3fn:
@@ -39,17 +41,16 @@ def quantized(
                 "logged why"
             )
         yield name, tensor
-        del tensor  # so that its memory can be used for the next one
+        del tensor  # frees the memory for the next tensor
     if failure is not None:
         raise failure
 
 
-def _steps(stream: AsyncIterator[NamedTensor]) -> Iterator[NamedTensor]:
-    """An asynchronous generator of verl's that never waits, as a plain generator: a sync iterates
-    over it in a running event loop.
-    """
+def _steps(tensors: AsyncIterator[NamedTensor]) -> Iterator[NamedTensor]:
+    """Iterate over an asynchronous generator of verl's that never waits."""
+    # A sync iterates in a running event loop, where the loop cannot run the generator.
     while True:
-        step = stream.__anext__()
+        step = tensors.__anext__()
         try:
             step.__await__().send(None)
         except StopIteration as done:
@@ -57,15 +58,15 @@ def _steps(stream: AsyncIterator[NamedTensor]) -> Iterator[NamedTensor]:
         except StopAsyncIteration:
             return
         else:
-            raise RuntimeError("verl's quant_weights_by_name awaits; expected that it does not")
+            raise RuntimeError("verl's quant_weights_by_name waits, which a sync cannot support")
 
 
 @dataclass(frozen=True)
 class EngineFormat:
-    """The format in which one rollout's engine expects weights; the trainer converts them to it.
+    """The names and dtypes in which the engine of one rollout expects the weights.
 
     Attributes:
-        fp8: verl's fp8 configuration and the model's dtype, in which scales are computed; None:
+        fp8: verl's fp8 configuration, and the model's dtype, in which scales are computed. None if
             weights keep the dtype of the export.
     """
 
@@ -73,18 +74,20 @@ class EngineFormat:
 
     @classmethod
     def of_rollout(cls, config: Any, hf_config: Any) -> EngineFormat:
+        """Read the format from verl's rollout configuration and the model's."""
         if config.get("quantization", None) != "fp8":
             return cls()
         return cls((hf_config.quantization_config, hf_config.dtype))
 
     def applied(self, weights: Iterable[NamedTensor]) -> Iterable[NamedTensor]:
-        """The export in this format; a quantised one cannot be traced to the parameters."""
+        """Convert an export to this format. The result can be repeated if `weights` can."""
         if self.fp8 is not None:
             from verl.utils.sglang.sglang_fp8_utils import SGLangFP8QuantizerHelper
 
             config, dtype = self.fp8
             quantizer = SGLangFP8QuantizerHelper(config)
             quantize = partial(quantized, quantizer=quantizer, dtype=dtype)
+            # Computed weights are not bytes of the parameters, and cannot be traced.
             weights = transformed(weights, quantize, computes=True)
         return transformed(weights, _without_base_layer)
 

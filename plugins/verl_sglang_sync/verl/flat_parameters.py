@@ -1,12 +1,12 @@
 """FSDP1's flat parameters, as the sources of an export (`sources.snapshot.Sources`).
 
 FSDP1 concatenates the parameters of each module that it wraps, such as a decoder layer, into a flat
-one, and cuts that into shards of equal length, one for each rank. An exported weight is a run of
-its bytes: in one shard, or in several that follow each other.
+parameter. FSDP1 cuts a flat parameter into shards of equal length, one for each rank. An exported
+weight is a run of the flat parameter's bytes, in one shard or in several consecutive ones.
 
-An export starts from `state_dict`, which has more than FSDP1 knows of: a module that was put in the
-place of another, a parameter or a buffer that was registered later, and what a hook makes of all.
-So each time that the shards are listed the module must still be what FSDP1 has wrapped.
+An export starts from `state_dict`. A replaced module, a parameter or buffer that was registered
+later, or a hook changes `state_dict`, and leaves FSDP1's records as they were. So the module is
+compared with FSDP1's records each time that the shards are listed.
 """
 
 from __future__ import annotations
@@ -35,28 +35,32 @@ from verl_sglang_sync.sources.transfer_plan import Owners
 
 
 class FlatParameters:
-    """This rank's shards, by the name of the module whose parameters they are.
+    """Sources that list this rank's shards, by the name of the module whose parameters they are.
 
     Args:
-        module: the root, which FSDP1 wraps, too.
-        model_type: of the Hugging Face model.
+        module: the root module, wrapped by FSDP1.
+        model_type: type of the Hugging Face model.
     """
 
     def __init__(self, module: FullyShardedDataParallel, model_type: str) -> None:
         self._module, self._model_type = module, model_type
 
     def __call__(self) -> Mapping[str, torch.Tensor]:
-        """List the shards. Raises `SourcesChanged` if an export would have more than these."""
+        """List this rank's shards, by the name of their module.
+
+        Raises:
+            SourcesChanged: `state_dict` differs from FSDP1's records.
+        """
         handles, problem = _wrapped_by_fsdp1(self._module)
         if problem is not None:
             raise SourcesChanged(problem)
         return {_label(name): _shard(handle) for name, handle in handles}
 
     def trace(self, device: torch.device) -> TracedExport:
-        """Trace what verl makes of the weights, but for gathering them, which communicates.
+        """Trace what verl's export does with gathered weights, with stand-ins in their place.
 
         Raises:
-            NotTraceable: the shards are on another device, or not what is expected of them.
+            NotTraceable: the shards are on another device, or not where they are expected.
         """
         from verl.utils.model import convert_weight_keys
         from verl.workers.engine.fsdp.utils import unfuse_moe_params
@@ -66,12 +70,14 @@ class FlatParameters:
         for name, handle in handles:
             if (place := _shard(handle).device).type != device.type:
                 raise NotTraceable(f"the parameters are offloaded ({place})")
-            if handle._use_orig_params:  # what is assigned to them is not in the shards at once
+            # A value assigned to an original parameter is not in the shard at once.
+            if handle._use_orig_params:
                 raise NotTraceable("FSDP1 keeps the original parameters (use_orig_params=True)")
             for key, weight in _weights_in(name, handle).items():
                 weights[f"{name}.{key}" if name else key] = weight
         if problem is not None:
             raise NotTraceable(problem)
+        # From here on as in verl's export: rename the weights, and take experts apart.
         named = {key: stand_in.tensor for key, stand_in in weights.items()}
         named = convert_weight_keys(named, self._module._fsdp_wrapped_module)
         export: Iterable[NamedTensor] = unfuse_moe_params(named.items(), self._model_type)
@@ -89,8 +95,11 @@ def _label(module: str) -> str:
 
 
 def _wrapped_by_fsdp1(root: FullyShardedDataParallel) -> tuple[list[tuple[str, Any]], str | None]:
-    """What FSDP1 knows of each flat parameter, by the name of its module, and what `state_dict`
-    would have beside these, or otherwise, in words, or None.
+    """Compare a module with FSDP1's records.
+
+    Returns:
+        FSDP1's handle of each flat parameter, with the name of its module. Then the first
+        difference between `state_dict` and these, in words, or None.
     """
     modules = {_path(name): part for name, part in root.named_modules(remove_duplicate=False)}
     units = [(name, part) for name, part in root.named_modules() if _has_handle(part)]
@@ -104,41 +113,41 @@ def _has_handle(module: torch.nn.Module) -> bool:
 
 
 def _path(name: str) -> str:
-    """A module's name and a dot, the same for a module and for what FSDP1 has wrapped it in."""
+    """Return a module's name and a dot, the same for a module and for FSDP1's wrapper of it."""
     return clean_tensor_name(f"{name}.") if name else ""
 
 
 def _beside(root: torch.nn.Module, handles: Sequence[tuple[str, Any]]) -> Iterator[str]:
-    """What `state_dict` has that is in no flat parameter."""
+    """Describe each part of `state_dict` that is in no flat parameter."""
     flat = {id(handle.flat_param) for _, handle in handles}
     for name, part in root.named_modules():
+        # Persistent buffers are in `state_dict`, and FSDP1 does not shard them.
         for buffer in part._buffers.keys() - part._non_persistent_buffers_set:
-            found = _path(name) + buffer
-            yield f"FSDP1 keeps {found}, a buffer, outside its flat parameters"
+            yield f"FSDP1 keeps {_path(name)}{buffer}, a buffer, outside its flat parameters"
         for key, parameter in part._parameters.items():
             if parameter is not None and id(parameter) not in flat:
                 yield f"FSDP1 has {_path(name)}{key}, a parameter, in no flat parameter"
         hooks = (*part._state_dict_hooks.values(), *part._state_dict_pre_hooks.values())
-        others = [hook for hook in hooks if not _is_fsdps(hook)]
-        if others or not _OVERRIDES.isdisjoint(vars(part)):
+        is_hooked = not all(map(_is_from_fsdp, hooks))
+        if is_hooked or not _OVERRIDES.isdisjoint(vars(part)):
             yield f"the state_dict of {_label(_path(name).rstrip('.'))} has a hook"
 
 
 _OVERRIDES = frozenset(("state_dict", "_save_to_state_dict", "get_extra_state"))
-"""Methods that `state_dict` calls; one that a module has of its own is a hook, too."""
+"""Methods that `state_dict` calls. A method set on a module, not on its class, counts as a hook."""
 
 
-def _is_fsdps(hook: Any) -> bool:
+def _is_from_fsdp(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
 
 
 def _replaced(
     modules: Mapping[str, torch.nn.Module], handles: Sequence[tuple[str, Any]]
 ) -> Iterator[str]:
-    """The modules that are not those, or not in the order, whose parameters FSDP1 has flattened.
+    """Describe each module that was replaced or moved since FSDP1 flattened its parameters.
 
     Args:
-        modules: by path, in their order now.
+        modules: the modules by path, in order.
     """
     places = {path: place for place, path in enumerate(modules)}
     for unit, handle in handles:
@@ -158,24 +167,30 @@ def _replaced(
 
 
 def _shard(handle: Any) -> torch.Tensor:
-    """This rank's shard, also while FSDP1 has the gathered parameter in its place.
+    """Return this rank's shard, also while FSDP1 has the gathered parameter in its place.
 
     Raises:
-        SourcesChanged: somebody has given the parameter other data.
+        SourcesChanged: the parameter has other data than FSDP1 has recorded.
     """
     flat = handle.flat_param
-    shard: torch.Tensor = getattr(flat, "_local_shard", flat.data)  # set before it is gathered
+    # FSDP1 sets `_local_shard` before the first gather.
+    shard: torch.Tensor = getattr(flat, "_local_shard", flat.data)
     is_sharded = (flat.shape, flat.dtype) == (shard.shape, shard.dtype)
     if is_sharded and flat.data_ptr() != shard.data_ptr():
-        raise SourcesChanged("a flat parameter has other data than FSDP1 has noted")
+        raise SourcesChanged("a flat parameter has other data than FSDP1 has recorded")
     return shard
 
 
 def _weights_in(module: str, handle: Any) -> dict[str, StandIn]:
-    """The weights in a flat parameter, by their names in its module."""
+    """Return a stand-in for each weight in a flat parameter, by the weight's name in its module.
+
+    Raises:
+        NotTraceable: FSDP1 has recorded another place or order of a weight.
+    """
     flat, shard, is_sharded = handle.flat_param, _shard(handle), handle.uses_sharded_strategy
     ranks = dist.get_process_group_ranks(handle.process_group)
     shards = [(rank,) for rank in ranks] if is_sharded else [tuple(ranks)]
+    # A flat parameter is the concatenation of equal shards, padded at the end.
     starts = tuple(i * shard.nbytes for i in range(len(shards)))
     owners = Owners(starts, tuple(shards), len(shards) * shard.nbytes)
     parameter = TracedParameter(_label(module), owners)
@@ -183,14 +198,17 @@ def _weights_in(module: str, handle: Any) -> dict[str, StandIn]:
     first_own = handle.rank * shard.numel() if is_sharded else 0
     own = range(first_own, first_own + shard.numel())
     weights = {}
-    known = zip(flat._shapes, flat._contiguities, flat._shard_param_infos, strict=True)
-    for name, first, (shape, is_dense, info) in zip(flat._fqns, firsts, known, strict=True):
-        if not is_dense or _part_of(range(first, first + shape.numel()), own) != _known_part(info):
-            where = f"{name} of {_label(module)}"
-            raise NotTraceable(f"FSDP1 has {where} elsewhere, or in other order, than expected")
+    records = zip(flat._shapes, flat._contiguities, flat._shard_param_infos, strict=True)
+    for name, first, (shape, is_dense, info) in zip(flat._fqns, firsts, records, strict=True):
+        # FSDP1 records which part of a weight is in this rank's shard. Check the computed place.
+        part = _part_of(range(first, first + shape.numel()), own)
+        if not is_dense or part != _recorded_part(info):
+            weight = f"{name} of {_label(module)}"
+            raise NotTraceable(f"FSDP1 has {weight} elsewhere, or in other order, than expected")
         tensor = torch.empty(shape, dtype=shard.dtype, device="meta")
         bytes_ = ByteMap(first * shard.itemsize, ((max(tensor.nbytes, 1), 1),))
         weights[clean_tensor_name(name)] = StandIn(tensor, parameter, bytes_)
+    # A tied weight has no bytes of its own.
     for tied in flat._shared_param_infos:
         name = clean_tensor_name(f"{tied.prim_module_name}.{tied.prim_param_name}")
         weights[clean_tensor_name(f"{tied.module_name}.{tied.param_name}")] = weights[name]
@@ -198,9 +216,8 @@ def _weights_in(module: str, handle: Any) -> dict[str, StandIn]:
 
 
 _Part = tuple[int, int, int] | None
-"""Of a weight in this rank's shard: where it begins there, how many elements it has, and where it
-begins in the weight.
-"""
+"""The part of a weight in this rank's shard: first element in the shard, number of elements, and
+first element in the weight. None if the shard has no part."""
 
 
 def _part_of(weight: range, own: range) -> _Part:
@@ -208,7 +225,7 @@ def _part_of(weight: range, own: range) -> _Part:
     return (start - own.start, stop - start, start - weight.start) if start < stop else None
 
 
-def _known_part(info: Any) -> _Part:
-    """What FSDP1 itself has noted."""
+def _recorded_part(info: Any) -> _Part:
+    """Return the part that FSDP1 has recorded."""
     part = info.offset_in_shard, info.numel_in_shard, info.intra_param_start_idx
     return part if info.in_shard else None

@@ -1,15 +1,15 @@
 """Exports an FSDP2 model with its LoRA adapters merged, and leaves the model as it is.
 
-verl's own export of merged adapters loads the model onto the GPU, copies the base weights to the
-host, merges into the live parameters, and restores them. Here PEFT merges into gathered copies of
-one layer after the other, wherever the model's own parameters are:
-
-    export = merged_export(engine)  # None: the adapters are not merged, or the model is FSDP1's
+    export = merged_export(engine)  # None if verl merges nothing, or if verl makes the export
     for name, tensor in export(): ...       # collective over all ranks
 
-verl's own export merges only `LoraLayer`s, and of FSDP2's root unit none: base weights would be
-served in place of the policy. So an adapter that is not known to merge rightly is refused by name,
-with FSDP1 too, before anything is exported.
+verl's own export of merged adapters loads the model onto the GPU, copies the base weights to the
+host, merges into the live parameters, and restores them. Here PEFT merges into gathered copies of
+one layer after the other. The model's own parameters may be on the GPU or offloaded.
+
+verl's own export merges only `LoraLayer`s, and none in FSDP2's root unit. Engines would then serve
+base weights in place of the policy. So an adapter is refused by name, before anything is exported,
+unless its merge is known to be right. This holds for FSDP1, too.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ KNOWN = {
     for layer in ("Linear", "Embedding", "Conv1d", "Conv2d", "Conv3d")
     for name in ("peft.tuners.lora.layer.{}", "peft.tuners.lora.variants.Dora{}Variant")
 }
-"""Classes of layers, and of variants of LoRA, whose merge changes the layer's own weight and bias
-alone; by name, since not every release of PEFT has them all.
-"""
+"""Names of classes of LoRA layers and variants whose merge changes only the layer's own weight and
+bias. Names, because not every release of PEFT has all classes."""
 FUSED_EXPERTS = {"peft.tuners.lora.layer.ParamWrapper"}
-"""As `KNOWN`, but only with FSDP2: one module is wrapped once for each of its parameters."""
+"""Names of further such classes, only with FSDP2. PEFT wraps a module of fused experts once for
+each of the module's parameters."""
 
 Layers = dict[str, tuple[Any, dict[str, str]]]
-"""By key of the model's state: the LoRA layer that it is of, and the key of each of its parameters,
-by their names in the layer."""
+"""The LoRA layer of each key of the model's state, and the keys of all parameters of this layer, by
+the parameters' names in the layer."""
 
 
 class AdapterNotMergeable(ValueError):
-    """An adapter whose merged weights would not be those of the trained model."""
+    """An adapter whose merged weights would differ from the trained model."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(
@@ -62,7 +62,11 @@ class AdapterNotMergeable(ValueError):
 
 
 def merged_export(engine: Any) -> Callable[[], Iterator[NamedTensor]] | None:
-    """Make the export of a verl engine that merges adapters; None where verl makes it.
+    """Make the export of a verl engine that merges adapters under FSDP2.
+
+    Returns:
+        A function that makes the export, or None if verl makes it: the engine merges no adapters,
+        or the model is FSDP1's.
 
     Raises:
         AdapterNotMergeable: the merged weights would be wrong.
@@ -80,13 +84,14 @@ def merged_export(engine: Any) -> Callable[[], Iterator[NamedTensor]] | None:
 
 
 def _check_model(model: Any) -> None:
-    """Raise AdapterNotMergeable for what is trained beside the adapter's layers."""
+    """Raise AdapterNotMergeable if the model has trained parameters outside of the LoRA layers."""
     kind = _class(model.base_model if isinstance(model, PeftModel) else model)
     if kind is not LoraModel:
         raise AdapterNotMergeable(f"the model is a {_name(kind)}, not a {_name(LoraModel)}")
     for name, module in model.named_modules():
         if isinstance(module, AuxiliaryTrainingWrapper):
             raise AdapterNotMergeable(f"{name} is a {_name(_class(module))}")
+    # A merge into a tied weight changes the other embeddings, too.
     base = model.base_model.model
     if not _ties_embeddings(base.config):
         return
@@ -108,20 +113,21 @@ def _ties_embeddings(config: Any) -> bool:
 def _check_layer(name: str, layer: Any, known: set[str]) -> None:
     """Raise AdapterNotMergeable if a merge may do more than change the layer's own weight."""
     classes = _class(layer), *map(type, getattr(layer, "lora_variant", {}).values())
-    others = set(map(_name, classes)) - known
-    if others:
-        raise AdapterNotMergeable(f"{name} is a {' and a '.join(sorted(others))}")
+    unknown = set(map(_name, classes)) - known
+    if unknown:
+        raise AdapterNotMergeable(f"{name} is a {' and a '.join(sorted(unknown))}")
     if layer.merged:
         raise AdapterNotMergeable(f"{name} is merged already")
 
 
 def _layers(model: nn.Module, adapted: Mapping[str, Any]) -> Layers:
-    """Find the state's keys of all LoRA layers; of nested ones the outermost has them all."""
+    """Find the keys of all LoRA layers in the model's state."""
     keys_of = defaultdict(list)
     for key, tensor in model.state_dict(keep_vars=True).items():
         keys_of[id(tensor)].append(key)
     layers: Layers = {}
     for name, layer in adapted.items():
+        # The outermost of nested layers has the parameters of all.
         if any(name.startswith(f"{outer}.") for outer in adapted):
             continue
         key_of = {}
@@ -137,7 +143,7 @@ def _layers(model: nn.Module, adapted: Mapping[str, Any]) -> Layers:
 
 
 def _class(layer: Any) -> type:
-    """The layer's class, without the one that FSDP2 derives from it where it shards the layer."""
+    """Return a layer's own class. FSDP2 replaces the class of a layer that it shards."""
     return type(layer).__bases__[-1] if isinstance(layer, FSDPModule) else type(layer)
 
 
@@ -146,27 +152,28 @@ def _name(kind: type) -> str:
 
 
 def _export(model: Any, layers: Layers) -> Iterator[NamedTensor]:
-    """Name the tensors as verl's export without an adapter does, with experts taken apart."""
+    """Yield the merged weights with experts unfused, as verl does without an adapter."""
     yield from unfuse_moe_params(_merged_state(model, layers), model.config.model_type)
 
 
 def _merged_state(model: nn.Module, layers: Layers) -> Iterator[NamedTensor]:
-    """As verl's own: the same names in the same order, whole, those of shards in bfloat16."""
+    """Yield whole tensors with the names, order and dtypes of verl's own export."""
     device = get_device_id()
     state = model.state_dict()
     names = convert_weight_keys(normalize_peft_param_name({key: key for key in state}), model)
-    merged: dict[str, Any] = {}  # of one layer
+    merged: dict[str, Any] = {}  # tensors of one layer that are still to be exported
     for name, key in names.items():
         if key not in layers:
             merged[key] = _gathered(state[key], device)
         elif key not in merged:
             merged = _merged(*layers[key], state, device)
+        # verl exports shards in bfloat16, and all other tensors as they are.
         dtype = torch.bfloat16 if isinstance(state[key], DTensor) else None
         yield name, merged.pop(key).to(dtype=dtype)
 
 
 def _gathered(tensor: Any, device: Any) -> Any:
-    """The whole of a tensor of the state; of a `DTensor` it may be the parameter's own memory."""
+    """Return a whole tensor of the state. A `DTensor`'s may be the parameter's own memory."""
     if isinstance(tensor, DTensor):
         return tensor.to(device, non_blocking=True).full_tensor()  # type: ignore[attr-defined]
     return tensor.to(device, copy=True)
@@ -176,20 +183,23 @@ def _gathered(tensor: Any, device: Any) -> Any:
 def _merged(
     layer: Any, keys: Mapping[str, str], state: Mapping[str, Any], device: Any
 ) -> dict[str, Any]:
-    """Copies of a layer's parameters, PEFT having merged into them, by key of the state."""
+    """Return copies of a layer's parameters with its adapters merged, by key of the state."""
+    # On one rank a gathered tensor may be the parameter's own memory. The merge must not write to
+    # it.
     tensors = {f"layer.{own}": _gathered(state[key], device).clone() for own, key in keys.items()}
     torch.func.functional_call(_Merge(layer), tensors, ())
     return {key: tensors[f"layer.{own}"] for own, key in keys.items()}
 
 
 class _Merge(nn.Module):
-    """Merges when called: a twin of the layer, of the same submodules, but with its own records."""
+    """A module that merges a layer's adapters when it is called with the layer's parameters."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
         self.layer = _twin(layer)
 
     def forward(self) -> None:
+        # Layers are nested if PEFT wraps one module for several of its parameters.
         layer = self.layer
         while isinstance(layer, LoraLayer):
             layer.merge()
@@ -197,6 +207,9 @@ class _Merge(nn.Module):
 
 
 def _twin(layer: Any) -> Any:
+    """Return a layer with the same submodules, and with PEFT's records of merges of its own."""
+    # PEFT records merged adapters on the layer. With records of its own the twin leaves the layer
+    # unmerged.
     twin: Any = object.__new__(_class(layer))
     twin.__dict__.update(vars(layer), merged_adapters=[], _caches={})
     if isinstance(layer.base_layer, LoraLayer):

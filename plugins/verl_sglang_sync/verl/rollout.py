@@ -1,7 +1,7 @@
-"""verl's rollout class for `("sglang", "async")`: calls the sharding manager for all stages.
+"""verl's rollout class for `("sglang", "async")`, of which every trainer worker has one.
 
-Every trainer worker has one. Without a `+weight_sync` preset it only calls verl's own
-`ServerAdapter`.
+With a `+weight_sync` preset the rollout calls the sharding manager for all stages. Without a preset
+the rollout does what verl's own `ServerAdapter` does.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from verl_sglang_sync.verl.exports import make_exports_repeatable
 from verl_sglang_sync.verl.rollout_server import RolloutServer, current_device, register_rollout
 from verl_sglang_sync.verl.upstream import complete_server_client, waits_before_kv_cache
 
-LORA_SLEEP_LEVEL = 1  # verl: only the KV cache sleeps where a LoRA adapter is served
+LORA_SLEEP_LEVEL = 1  # verl's level at which the weights stay, because a LoRA adapter is served
 
 
 class WeightSyncRollout(ServerAdapter):  # type: ignore[misc]
-    """`ServerAdapter` with our stages and wire formats; same arguments as verl's."""
+    """verl's `ServerAdapter` with our stages and wire formats, made with the same arguments."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -42,7 +42,11 @@ class WeightSyncRollout(ServerAdapter):  # type: ignore[misc]
         register_rollout(self)
 
     def rollout_server(self) -> RolloutServer | None:
-        """The server that this rollout worker leads, for a trainer elsewhere, or None."""
+        """Describe the server that this rollout worker leads, or return None if it leads none.
+
+        Raises:
+            ValueError: the recipe has no preset.
+        """
         if self._settings is None:
             raise ValueError(
                 "checkpoint_engine.backend=sglang_sync needs a preset: +weight_sync=disaggregated"
@@ -58,6 +62,7 @@ class WeightSyncRollout(ServerAdapter):  # type: ignore[misc]
         )
 
     async def resume(self, tags: list[str]) -> None:
+        """Resume memory of the engine. verl calls this before and after a sync."""
         if self._settings is None:
             await super().resume(tags)
             return
@@ -69,6 +74,7 @@ class WeightSyncRollout(ServerAdapter):  # type: ignore[misc]
         await self._keep_metrics(manager)
 
     async def release(self) -> None:
+        """Release the engine's memory. verl calls this after the rollouts of a step."""
         if self._settings is None:
             await super().release()
             return
@@ -82,15 +88,18 @@ class WeightSyncRollout(ServerAdapter):  # type: ignore[misc]
         wire_format: str = "named_tensors",
         **kwargs: Any,
     ) -> None:
-        """Send `weights` to the engine; every trainer rank must call this.
+        """Send `weights` to the engine. Every trainer rank must call this.
 
-        `weights` is an export of pairs `(name, full tensor)`, or of a LoRA adapter. verl's own
-        update sends deltas, which are not full weights.
+        Args:
+            weights: the export of all weights, or of a LoRA adapter.
+            global_steps: the version of the weights.
+            wire_format: the format of verl's checkpoint engine.
         """
         if wire_format == DISAGGREGATED_BACKEND:
-            async for _ in weights:  # the trainer has sent them straight to the engine
+            async for _ in weights:  # the trainer has sent the weights straight to the engine
                 raise AssertionError("a disaggregated sync yields no tensors")
             return
+        # Other wire formats are deltas, which are not full weights.
         if (
             self._settings is None
             or wire_format != "named_tensors"
@@ -112,18 +121,18 @@ class WeightSyncRollout(ServerAdapter):  # type: ignore[misc]
         else:
             await manager.sync(self._format.applied(weights), version=version)
         if self._engine is not None and global_steps is not None:
-            # The V1 trainer reads it back with every sample.
+            # verl's V1 trainer reads the version back with every sample.
             await self.server_actor.set_global_steps.remote(global_steps)
         await self._keep_metrics(manager)
 
     def _comes_from_other_backend(self, weights: Any) -> bool:
-        """True if another checkpoint engine delivers the weights, tensor by tensor; warns once."""
+        """Return True, with a warning, if another checkpoint engine delivers tensor by tensor."""
         if not hasattr(weights, "__aiter__"):
             return False
         warn_once(
-            f"checkpoint_engine.backend={self.config.checkpoint_engine.backend!r} hands the "
-            "weights over as they arrive: verl's own update is used; "
-            f"backend={DISAGGREGATED_BACKEND!r} with +weight_sync=disaggregated brings them "
+            f"checkpoint_engine.backend={self.config.checkpoint_engine.backend!r} delivers the "
+            "weights tensor by tensor: verl's own update is used, which is slower. Use "
+            f"backend={DISAGGREGATED_BACKEND!r} with +weight_sync=disaggregated to send them "
             "straight to the engine"
         )
         return True
@@ -133,7 +142,8 @@ class WeightSyncRollout(ServerAdapter):  # type: ignore[misc]
         return EngineFormat.of_rollout(self.config, self.model_config.hf_config)
 
     async def _account_for_sleep(self, manager: SGLangShardingManager) -> None:
-        """Add the costs of the sleep, which verl has asked the server's actor for directly."""
+        """Add the costs of the last sleep to the report."""
+        # verl calls the server's actor to sleep, so only the actor has the costs.
         if self._engine is not None and "release" not in manager.report.seconds:
             sleep = await self.server_actor.take_sleep_costs.remote()
             if sleep is not None:
@@ -141,7 +151,7 @@ class WeightSyncRollout(ServerAdapter):  # type: ignore[misc]
                 manager.report.add_costs("release", costs)
 
     async def _keep_metrics(self, manager: SGLangShardingManager) -> None:
-        """Give the metrics of a published report to the server, see `step_metrics`."""
+        """Send the metrics of a published report to the server (`step_metrics` collects them)."""
         if (report := manager.take_published()) is not None:
             await self.server_actor.keep_metrics.remote(report.metrics())
 
@@ -172,7 +182,7 @@ class WeightSyncRollout(ServerAdapter):  # type: ignore[misc]
         )
 
     def _access(self, settings: WeightSyncConfig) -> dict[str, Any]:
-        """See `RolloutServer.access`."""
+        """Return the time limits and API keys of the server's client (`RolloutServer.access`)."""
         kwargs = (self.config.get("engine_kwargs", None) or {}).get("sglang", None) or {}
         keys = {key: kwargs.get(key) for key in ("api_key", "admin_api_key")}
         limits = {"timeout_s": settings.request_timeout_s, "timeouts_s": settings.timeouts_s}

@@ -1,7 +1,7 @@
-"""A replica's server as trainers elsewhere need it, and the rollout that leads it in this process.
+"""Description of a replica's server for trainers elsewhere, and the rollout of this process.
 
 verl makes a rollout and a checkpoint engine in every rollout worker, and passes neither to the
-other. So the rollout registers itself here, and the checkpoint engine looks it up.
+other. So the rollout registers itself here, where the checkpoint engine finds it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from verl_sglang_sync.verl.engine_format import EngineFormat
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutServer:
-    """A replica's server, as its first rollout worker describes it to the trainer.
+    """Description of a replica's server, which the first rollout worker sends to the trainer.
 
     Attributes:
-        actor_name: name of the Ray actor around the replica's server.
-        num_ranks: number of tensor-parallel ranks of the engine.
+        actor_name: name of the Ray actor around the server.
+        num_ranks: number of TP ranks of the engine.
+        settings: settings of the weight sync.
         format: names and dtypes in which the engine expects the weights.
         access: arguments of the server's client (`SGLangServerClient`): time limits and API keys.
     """
@@ -37,7 +38,7 @@ class RolloutServer:
 
 
 class ServerRollout(Protocol):
-    """A rollout that can describe the server which it leads."""
+    """A rollout that can describe its server."""
 
     def rollout_server(self) -> RolloutServer | None: ...
 
@@ -47,17 +48,22 @@ _rollout: weakref.ref[ServerRollout] | None = None
 
 def register_rollout(rollout: ServerRollout) -> None:
     """Register the rollout that verl has made in this process. It replaces an earlier one."""
+    # A weak reference, because verl decides how long a rollout lives.
     global _rollout
     _rollout = weakref.ref(rollout)
 
 
 def rollout_of_this_process() -> ServerRollout:
-    """Return the rollout that verl has made in this process; there is at most one."""
+    """Return the rollout that verl has made in this process.
+
+    Raises:
+        RuntimeError: there is none.
+    """
     rollout = _rollout() if _rollout is not None else None
     if rollout is None:
         raise RuntimeError(
             "this process has no rollout of verl-sglang-sync: rollout.name is not 'sglang', or "
-            "another plugin replaced the rollout's class; see `verl-sglang-sync doctor`"
+            "another plugin replaced the rollout's class. Run `verl-sglang-sync doctor`"
         )
     return rollout
 

@@ -1,8 +1,8 @@
-"""Adds the metrics of colocated syncs to those of verl's training steps.
+"""Adds the metrics of colocated syncs to the metrics of verl's training steps.
 
-verl logs the metrics that its checkpoint engines return, but a colocated sync has no checkpoint
-engine. So each replica's server keeps the metrics of its last sync, and the trainer collects them
-at the end of a step. Disaggregated syncs return theirs from `SGLangSyncCheckpointEngine`.
+verl logs the metrics that a checkpoint engine returns. A disaggregated sync returns metrics from
+`SGLangSyncCheckpointEngine`. A colocated sync has no checkpoint engine. So each replica's server
+keeps the metrics of its last sync, and the trainer collects these at the end of a step.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ TRAINERS = "verl.trainer.ppo.v1.trainer_base"
 
 
 def show_metrics_in_steps() -> None:
-    """If this is the trainer's process, have it log the syncs' metrics with its own."""
+    """Make the trainer of this process log the syncs' metrics. Other processes are left alone."""
     trainers = sys.modules.get(TRAINERS)
-    if trainers is None:
+    if trainers is None:  # only the trainer's process has imported verl's trainers
         return
     trainer = trainers.PPOTrainer
     original = trainer._consume_sync_metrics
@@ -38,18 +38,21 @@ def show_metrics_in_steps() -> None:
 
 def _replica_metrics(replicas: Iterable[Any]) -> dict[str, float]:
     servers = [replica.server_handle for replica in replicas]
-    kept = ray.get([server.take_metrics.remote() for server in servers])
-    return merged([metrics for metrics in kept if metrics is not None])
+    last = ray.get([server.take_metrics.remote() for server in servers])
+    return merged([metrics for metrics in last if metrics is not None])
 
 
 def merged(all_metrics: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Metrics of all replicas in one: the longest seconds, 0 for proven if one is not, and else the
-    sum, also of gigabytes per second, since the replicas are synced at the same time.
+    """Merge the metrics of all replicas into one dictionary.
+
+    Seconds become the longest, "proven" becomes 0 if one replica is not proven, and all else is
+    added.
     """
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
     for metrics in all_metrics:
         for name, value in metrics.items():
+            # Replicas are synced at the same time, so gigabytes per second add up.
             add = max if name.endswith("_s") and not name.endswith("_per_s") else float.__add__
             add = min if name == PROVEN else add
-            found[name] = add(found[name], float(value)) if name in found else float(value)
-    return found
+            result[name] = add(result[name], float(value)) if name in result else float(value)
+    return result

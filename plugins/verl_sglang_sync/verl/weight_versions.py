@@ -1,11 +1,10 @@
-"""Tells which version of the weights each token of a rollout was sampled with.
-
-verl aborts a rollout when a disaggregated sync begins, requests the rest of it afterwards, and
-joins the parts; it reports the first and the last version. Our client also reports each part's:
+"""Reports the version of the weights with which each token of a rollout was sampled.
 
     output.extra_fields["weight_versions"] == [[17, 3], [5, 4]]  # 17 tokens of step 3, 5 of step 4
 
-Agent loops pass `extra_fields` to the trainer's batch.
+verl aborts a rollout when a disaggregated sync begins, requests the remaining tokens afterwards,
+and joins the parts. verl reports the first and the last version. Our client also reports the
+version of each part. Agent loops pass `extra_fields` to the trainer's batch.
 """
 
 from __future__ import annotations
@@ -21,7 +20,11 @@ from verl.workers.rollout.llm_server import (
 
 
 class PartClient(LLMServerClient):  # type: ignore[misc]
-    """Records the version of each part; in the method order it is between verl's two clients."""
+    """Client that records the version of each part.
+
+    In the method order of `WeightVersionsClient` this class comes between verl's two clients, so
+    that `generate` is called once for each part.
+    """
 
     async def generate(
         self, request_id: str, *, weight_versions: list[list[int]], **kwargs: Any
@@ -29,17 +32,17 @@ class PartClient(LLMServerClient):  # type: ignore[misc]
         output = await super().generate(request_id, **kwargs)
         num_tokens, version = len(output.token_ids), output.extra_fields["global_steps"]
         if weight_versions and weight_versions[-1][1] == version:
-            weight_versions[-1][0] += num_tokens  # aborted, but not for a sync
+            weight_versions[-1][0] += num_tokens  # aborted for another reason than a sync
         elif num_tokens:
             weight_versions.append([num_tokens, version])
         return output
 
 
 class WeightVersionsClient(FullyAsyncLLMServerClient, PartClient):  # type: ignore[misc]
-    """verl's asynchronous client; its responses have the version of every token.
+    """verl's asynchronous client, with the version of every token in its responses.
 
-    `extra_fields["weight_versions"]` lists `[num_tokens, global_steps]` in the order of the tokens;
-    the numbers of tokens add up to the response's.
+    `extra_fields["weight_versions"]` lists `[num_tokens, global_steps]` in the order of the tokens.
+    The numbers add up to the number of tokens of the response.
     """
 
     async def generate(self, request_id: str, **kwargs: Any) -> Any:
@@ -52,9 +55,9 @@ class WeightVersionsClient(FullyAsyncLLMServerClient, PartClient):  # type: igno
 
 
 def tell_weight_versions() -> None:
-    """Have verl's `LLMServerManager` in this process return our client instead of verl's
-    asynchronous one, which verl's trainers name without a setting. Agent loops get it pickled.
-    """
+    """Replace verl's asynchronous client with ours in all that `get_client` returns here."""
+    # verl's trainers name the class of the client in their code. No setting changes the class.
+    # Agent loops get the client pickled.
     original = LLMServerManager.get_client
     if getattr(original, "tells_weight_versions", False):
         return
