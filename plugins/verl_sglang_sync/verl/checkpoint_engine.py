@@ -1,9 +1,9 @@
 """verl's checkpoint engine `sglang_sync`: weight sync to rollouts on GPUs of their own.
 
-verl makes one in every trainer process and in every rollout worker. In a sync it calls `prepare`,
-`build_topology`, `init_process_group`, `send_weights` / `receive_weights`, `finalize`. Here the
-bytes go from the trainer straight into SGLang's TP workers; a rollout worker only tells the trainer
-which server it leads.
+verl makes a checkpoint engine in every trainer process and in every rollout worker. In a sync verl
+calls `prepare`, `build_topology`, `init_process_group`, `send_weights` / `receive_weights`,
+`finalize`. Here the bytes go from the trainer straight into SGLang's TP workers. A rollout worker
+only describes its server to the trainer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from verl_sglang_sync.ranks import (
 )
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sources.export import AdapterExport, NamedTensor
-from verl_sglang_sync.sync.adapter_sync import AdapterSync
+from verl_sglang_sync.sync.adapter_sync import AdapterSync, AdapterUpdate
 from verl_sglang_sync.sync.weight_sync import WeightSync, disaggregated_sync
 from verl_sglang_sync.verl.exports import make_exports_repeatable
 from verl_sglang_sync.verl.rollout_server import (
@@ -41,11 +41,12 @@ NCCL_VARIABLE = "NCCL_CUMEM_ENABLE"
 
 @CheckpointEngineRegistry.register(DISAGGREGATED_BACKEND)
 class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
-    """Trainer or rollout end of disaggregated weight sync.
+    """The trainer's or the rollout's end of a disaggregated weight sync.
 
     Args:
-        bucket_size: verl's bucket size, in bytes; ignored, since the settings have it too.
-        is_master: True on the trainer's first rank, False on its others; None in a rollout worker.
+        bucket_size: verl's bucket size, in bytes. Ignored, because the settings have the same.
+        is_master: True on the trainer's first rank, False on its other ranks, None in a rollout
+            worker.
 
     Raises:
         ValueError: `checkpoint_engine.engine_kwargs.sglang_sync` is not empty.
@@ -57,7 +58,7 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if unknown:
             raise ValueError(
                 f"checkpoint_engine.engine_kwargs.{DISAGGREGATED_BACKEND}={unknown}: allowed: "
-                "nothing; settings belong under actor_rollout_ref.rollout.custom.weight_sync"
+                "nothing. Settings belong under actor_rollout_ref.rollout.custom.weight_sync"
             )
         self._is_source = bool(is_master)
         self._is_rollout = is_master is None
@@ -70,7 +71,7 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             make_exports_repeatable()
 
     def prepare(self) -> RolloutServer | None:
-        """The server that this rollout worker leads; None in trainers and on other ranks."""
+        """Describe the server that this rollout worker leads, or return None if it leads none."""
         if not self._is_rollout:
             return None
         return rollout_of_this_process().rollout_server()
@@ -79,7 +80,7 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[RolloutServer | None]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Give every trainer rank the replicas' servers."""
+        """Return the arguments of `init_process_group`: for trainer ranks the replicas' servers."""
         servers = [server for server in metadata[actor_wg_world_size:] if server is not None]
         return (
             {"servers": [servers] * actor_wg_world_size},
@@ -87,22 +88,23 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         )
 
     def init_process_group(self, servers: list[RolloutServer]) -> None:
-        """Keep the servers; the process group is formed, or reused, when weights are sent."""
+        """Keep the servers. The process group is formed, or used again, when weights are sent."""
         self._servers = servers
 
     def finalize(self) -> None:
-        """Do nothing: the next sync uses the group and the staging buffers again."""
+        """Keep the process group and the staging buffers for the next sync."""
 
     async def send_weights(
         self, weights: Iterable[NamedTensor], global_steps: int | None = None
     ) -> dict[str, float]:
-        """Send all weights to all replicas; every trainer rank calls this.
+        """Send all weights to all replicas. Every trainer rank must call this.
 
         Args:
+            weights: the export of all weights.
             global_steps: the version of the weights.
 
         Returns:
-            Metrics of the sync on the first rank; empty on the others.
+            Metrics of the sync on the first rank. Empty on other ranks.
 
         Raises:
             WeightSyncError: on every rank, if any rank or replica failed.
@@ -115,7 +117,7 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         with report.stage("sync"):
             adapter = getattr(weights, "adapter", None)
             if adapter is None or not self._all_have_base(replicas):
-                self._have_base = frozenset()  # one that fails leaves them half-written
+                self._have_base = frozenset()  # a sync that fails leaves weights half-written
                 weights = self._servers[0].format.applied(weights)
                 await weight_sync.sync(weights, version=version, report=report, replicas=replicas)
             if adapter is not None:
@@ -126,17 +128,20 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         report.weight_version = version
         report.publish(self._settings.report_file)
         if global_steps is not None:
-            for actor, _ in servers:  # the V1 trainer reads it back with every sample
+            for actor, _ in servers:  # verl's V1 trainer reads the version back with every sample
                 await actor.set_global_steps.remote(global_steps)
         return report.metrics()
 
     async def _find_servers(self) -> list[tuple[Any, Replica]]:
-        """The servers' Ray actors and replicas on the first rank; empty on the others; collective.
+        """Find the servers of all replicas. Collective.
+
+        Returns:
+            The servers' Ray actors and replicas on the first rank. Empty on other ranks.
 
         Raises:
             WeightSyncError: on all ranks, if a server is gone or silent.
         """
-        found: list[tuple[Any, Replica]] = []
+        servers: list[tuple[Any, Replica]] = []
         limit_s = self._settings.request_timeout_s
 
         async def find() -> None:
@@ -155,38 +160,37 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                     client=SGLangServerClient(url, **server.access),
                     num_ranks=server.num_ranks,
                 )
-                found.append((actor, replica))
+                servers.append((actor, replica))
 
         assert self._ranks is not None, "made with the weight sync"
         await run_on_all(self._ranks, "find the servers", find() if self._is_source else None)
-        return found
+        return servers
 
     def _all_have_base(self, replicas: Sequence[Replica]) -> bool:
-        """True if all replicas have the base weights of a LoRA adapter; collective, because only
-        the first rank knows the replicas.
-        """
+        """Return True if all replicas have the base weights of a LoRA adapter. Collective."""
+        # Only the first rank has the list of replicas.
         assert self._ranks is not None, "made with the weight sync"
         return self._ranks.all(self._have_base >= _identities(replicas))
 
     async def _sync_adapter(
         self, export: AdapterExport, replicas: Sequence[Replica], report: SyncReport
     ) -> None:
-        """Have all replicas, which have the base weights, serve this LoRA adapter."""
+        """Make all replicas serve this LoRA adapter. All replicas have the base weights already."""
         from verl_sglang_sync.verl.adapter import collect_adapter
 
         engines = {replica.identity: replica.client for replica in replicas}
         num_ranks, is_leader = self._servers[0].num_ranks, self._is_source
         assert self._adapter is not None, "made with the weight sync"
-        await self._adapter.sync(
-            lambda: collect_adapter(*export(), num_ranks=num_ranks, is_leader=is_leader),
-            engines,
-            report,
-        )
+
+        def collect() -> AdapterUpdate:
+            return collect_adapter(*export(), num_ranks=num_ranks, is_leader=is_leader)
+
+        await self._adapter.sync(collect, engines, report)
 
     async def receive_weights(
         self, global_steps: int | None = None
     ) -> AsyncGenerator[NamedTensor, None]:
-        """Yield nothing: the engine's processes have received the weights themselves."""
+        """Yield nothing, since the engine's processes have received the weights themselves."""
         nothing: tuple[NamedTensor, ...] = ()
         for item in nothing:
             yield item
@@ -211,16 +215,15 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
 
 def _check_nccl(device: torch.device) -> None:
-    """Raise ValueError if the trainer's `NCCL_CUMEM_ENABLE` is not that of SGLang's processes.
-
-    verl sets it to 0 there, and NCCL fails with an unhandled CUDA error between processes that
-    differ in it. It is read once, so it must be set before the process starts.
-    """
+    """Raise ValueError if the trainer's `NCCL_CUMEM_ENABLE` is not that of SGLang's processes."""
+    # verl sets the variable to 0 in SGLang's processes. Between processes with different values
+    # NCCL fails, with an unhandled CUDA error. NCCL reads the variable once, so it must be set
+    # before the process starts.
     value = os.environ.get(NCCL_VARIABLE)
     if device.type == "cuda" and value != "0":
         raise ValueError(
-            f"{NCCL_VARIABLE}={value!r} in the trainer's processes: allowed: '0', as in SGLang's; "
-            f"set ray_kwargs.ray_init.runtime_env.env_vars.{NCCL_VARIABLE}='0' as "
+            f"{NCCL_VARIABLE}={value!r} in the trainer's processes: allowed: '0', as in SGLang's. "
+            f"Set ray_kwargs.ray_init.runtime_env.env_vars.{NCCL_VARIABLE}='0' as "
             "+weight_sync=disaggregated does, or the variable where a running Ray cluster starts"
         )
 

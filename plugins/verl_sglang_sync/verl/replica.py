@@ -1,6 +1,6 @@
-"""verl's replica and server for rollout name "sglang": launch the engine with our loaders.
+"""verl's replica and server for rollout name "sglang". They launch the engine with our loaders.
 
-Without a `+weight_sync` preset both are verl's own, launched with verl's own arguments.
+Without a `+weight_sync` preset replica and server are verl's own, launched with verl's arguments.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from verl_sglang_sync.verl.weight_versions import tell_weight_versions
 
 logger = logging.getLogger(__name__)
 
-# SGLang answers GET /health by generating a token, unless this variable says "false". A router asks
-# every server again and again, and an engine that sleeps has no memory to generate with.
+# SGLang answers GET /health by generating a token, unless this variable is "false". A router sends
+# that request over and over, and an engine that sleeps has no memory to generate with.
 HEALTH_GENERATES = "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"
 
 
 class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
-    """Ray actor around one SGLang server: adds our loaders, costs of sleep, and the router."""
+    """Ray actor around one SGLang server, with our loaders, costs of sleep, and the router."""
 
     _last_sleep: tuple[float, StageCosts | None] | None = None
     _router_guard: IO[bytes] | None = None  # closed with this process
@@ -60,7 +60,7 @@ class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
     async def launch_server(
         self, master_address: str | None = None, master_port: int | None = None
     ) -> None:
-        """Launch SGLang as verl does, with our loaders in `custom_weight_loader` and our backup."""
+        """Launch SGLang as verl does, with our weight loader and our settings."""
         self._register_loaders()
         settings = self._settings
         # SGLang's processes inherit these.
@@ -83,9 +83,7 @@ class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
             )
 
     async def sleep(self) -> None:
-        """Release the engine's memory, and keep the costs for `take_sleep_costs`. A hybrid engine,
-        whose weights sleep too, uses the settings' order, others verl's own.
-        """
+        """Release the engine's memory, and keep the costs for `take_sleep_costs`."""
         started, costs = time.perf_counter(), None
         if self._sleeps_in_order:
             request = ReleaseMemoryOccupationReqInput(tags=list(self._settings.stages.sleep))
@@ -96,12 +94,12 @@ class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
         self._last_sleep = time.perf_counter() - started, costs
 
     async def take_sleep_costs(self) -> tuple[float, StageCosts | None] | None:
-        """Seconds and costs of the last sleep, once; None if there was none since the last call."""
+        """Return the seconds and costs of the last sleep, or None if they were taken before."""
         sleep, self._last_sleep = self._last_sleep, None
         return sleep
 
     async def abort_all_requests(self) -> None:
-        """Pause for a sync as verl does; clients send aborted requests again, which continue."""
+        """Abort all requests and let none begin. Clients send aborted requests again later."""
         if self.node_rank == 0:
             limit_s = self._settings.request_timeout_s
             await pause_by_aborting(self.tokenizer_manager, timeout_s=limit_s)
@@ -130,13 +128,16 @@ class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
 
     @functools.wraps(SGLangHttpServer.generate)
     async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
-        """Return no tokens for a request that was aborted before it ran, or refused because the
-        trainer has taken this engine, instead of an error. verl's client then asks another server.
+        """Generate as verl does, but return no tokens for a request that was aborted or refused.
+
+        Aborted: before it ran. Refused: because the trainer has taken this engine.
         """
         try:
             return await super().generate(*args, **kwargs)
         except Exception as error:
             is_refused = TAKEN_BY_TRAINER in str(getattr(error, "detail", ""))
+            # verl's clients continue such a request, with another server if this one refused it.
+            # They would fail at the error.
             if not is_refused and not is_abort(error):
                 raise
             # A refused request has no version: this engine's weights may be many steps old.
@@ -150,12 +151,13 @@ class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
         self._metrics = metrics
 
     async def take_metrics(self) -> dict[str, float] | None:
-        """The metrics of the last sync; None if there was none since the last call."""
+        """Return the metrics of the last sync, or None if they were taken before."""
         metrics, self._metrics = self._metrics, None
         return metrics
 
     @property
     def _sleeps_in_order(self) -> bool:
+        """True if the settings' order applies: for a hybrid engine, whose weights sleep, too."""
         return bool(
             self.node_rank == 0
             and self.config.free_cache_engine
@@ -179,7 +181,7 @@ class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
 
 
 class WeightSyncReplica(SGLangReplica):  # type: ignore[misc]
-    """`SGLangReplica` that launches `WeightSyncHttpServer` where a preset is chosen."""
+    """verl's replica, which launches `WeightSyncHttpServer` if a preset is chosen."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

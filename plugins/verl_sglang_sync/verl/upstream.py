@@ -1,7 +1,7 @@
-"""What verl lacks, alone or with the SGLang that is there: done where a preset is chosen.
+"""Amendments to verl, for faults of its own and for newer releases of SGLang.
 
-This holds for verl 0.9.1 and for commit 1dda039 of verl's repository, whose version is 0.10.0.dev.
-What the installed verl and SGLang do not need is left as it is.
+They are for verl 0.9.1 and for commit 1dda039 of verl's repository, whose version is 0.10.0.dev. An
+amendment is made if a preset is chosen, and if the installed verl and SGLang need it.
 """
 
 from __future__ import annotations
@@ -18,26 +18,30 @@ from typing import Any
 
 import msgspec
 
-PAUSE_STEP_S, ABORT_AGAIN_S = 0.01, 1.0
+PAUSE_STEP_S, ABORT_EVERY_S = 0.01, 1.0
 NUM_NAMED = 10
 SEPARATE_ASYNC = "verl.trainer.ppo.v1.trainer_separate_async"
 
 
 async def pause_by_aborting(manager: Any, *, timeout_s: float) -> None:
-    """Let no request begin, and abort all that run, as `TokenizerManager.pause_generation` does in
-    mode "abort". That one checks only once a second, which is longer than a sync.
+    """Hold new requests back, and abort all requests that run.
+
+    Args:
+        manager: SGLang's `TokenizerManager`.
 
     Raises:
-        TimeoutError: requests still run after `timeout_s`. New ones may begin again.
+        TimeoutError: requests still run after `timeout_s`. New requests may begin again.
     """
+    # As the manager's own `pause_generation(mode="abort")`, which looks only once a second whether
+    # requests still run. A second is longer than a sync.
     async with manager.is_pause_cond:
         manager.is_pause = True
         abort_at, deadline = 0.0, time.monotonic() + timeout_s
         while await manager.model_update_lock.is_locked():  # by running requests
-            if (now := time.monotonic()) >= abort_at:
+            if (time_s := time.monotonic()) >= abort_at:
                 manager.abort_request(abort_all=True)
-                abort_at = now + ABORT_AGAIN_S
-            if now >= deadline:
+                abort_at = time_s + ABORT_EVERY_S
+            if time_s >= deadline:
                 manager.is_pause = False
                 manager.is_pause_cond.notify_all()
                 raise TimeoutError(_still_running(manager, timeout_s))
@@ -55,17 +59,19 @@ async def end_pause(manager: Any) -> None:
 
 def _still_running(manager: Any, timeout_s: float) -> str:
     running = list(manager.rid_to_state)  # also those that wait for the pause to end
-    names = ", ".join(map(str, running[:NUM_NAMED]))
-    more = f" and {len(running) - NUM_NAMED} more" if len(running) > NUM_NAMED else ""
+    names = ", ".join(map(str, running[:NUM_NAMED])) or "none"
+    if len(running) > NUM_NAMED:
+        names += f" and {len(running) - NUM_NAMED} more"
     return (
         f"the weights were not updated: requests still run {timeout_s:g} s after they were aborted "
-        f"for the sync (known to the engine: {names or 'none'}{more}). The engine goes on with its "
-        "old weights. If its scheduler only needs longer, raise weight_sync.request_timeout_s"
+        f"for the sync (the engine lists: {names}). The engine goes on with its old weights. If "
+        "the scheduler only needs longer, raise weight_sync.request_timeout_s"
     )
 
 
 def is_abort(error: Exception) -> bool:
-    """True if a request was aborted before it ran: SGLang 0.5.17 raises an error then."""
+    """Return True if the error stands for a request that was aborted before it ran."""
+    # SGLang 0.5.17 raises such an error.
     return type(error).__name__ == "RequestAbortedError"
 
 
@@ -80,13 +86,14 @@ def waits_before_kv_cache() -> bool:
 
 
 def fields(kind: Any) -> Any:
-    """The fields of a dataclass or a struct; each has a `name` and a `default`."""
+    """Return the fields of a dataclass or a struct. Each has a `name` and a `default`."""
     is_struct = isinstance(kind, type) and issubclass(kind, msgspec.Struct)
     return msgspec.structs.fields(kind) if is_struct else dataclasses.fields(kind)
 
 
 def list_server_arguments() -> None:
-    """Let verl list the fields of SGLang's `ServerArgs`, which is no dataclass from 0.5.20 on."""
+    """Make verl list the fields of SGLang's `ServerArgs` in every release of SGLang."""
+    # `ServerArgs` is no dataclass from SGLang 0.5.20 on.
     import verl.workers.rollout.sglang_rollout.async_sglang_server as server
 
     if not dataclasses.is_dataclass(server.ServerArgs):
@@ -96,9 +103,8 @@ def list_server_arguments() -> None:
 
 
 def complete_server_client() -> None:
-    """Add two abstract methods that SGLang's `EngineBase` has from 0.5.21 on to verl's client. They
-    are not called: our hooks begin and end every update in the engine.
-    """
+    """Add two methods to verl's client that SGLang's `EngineBase` requires from 0.5.21 on."""
+    # Nobody calls them. Our hooks begin and end every update in the engine.
     from verl.workers.rollout.sglang_rollout.http_server_engine import AsyncHttpServerAdapter
 
     async def begin_weight_update(self: Any, selector: str = "all") -> Any:
@@ -114,9 +120,9 @@ def complete_server_client() -> None:
 
 
 def log_without_flush() -> None:
-    """verl's separate-async trainer logs one line with `flush=True` where hybrid_engine=False: a
-    TypeError at verl's default log level. Its logger takes that, too, and leaves it out.
-    """
+    """Make the logger of verl's separate-async trainer accept `flush=True`."""
+    # With hybrid_engine=False that trainer logs one line with `flush=True`, as if it printed. That
+    # is a TypeError at verl's default log level.
     logger = logging.getLogger(SEPARATE_ASYNC)
 
     def info(*args: Any, flush: bool = False, **kwargs: Any) -> None:
@@ -126,9 +132,8 @@ def log_without_flush() -> None:
 
 
 def tp_ranks_share_adapters() -> bool:
-    """True if SGLang's request for a LoRA adapter has the tensors once for all TP ranks (0.5.14),
-    not in a list by TP rank.
-    """
+    """Return True if SGLang's request for a LoRA adapter has the tensors once for all TP ranks."""
+    # True with SGLang 0.5.14. Other releases have a list by TP rank.
     from sglang.srt.managers.io_struct import LoadLoRAAdapterFromTensorsReqInput
 
     return "serialized_tensors" in LoadLoRAAdapterFromTensorsReqInput.__annotations__
