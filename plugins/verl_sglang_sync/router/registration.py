@@ -19,7 +19,7 @@ def register(
     """Add a server to the router's workers, and start the guard that removes it.
 
     Args:
-        api_key: the server's. The router's own comes from `KEY_VARIABLE`.
+        api_key: the server's key. The router's own key comes from `KEY_VARIABLE`.
 
     Returns:
         The guard's pipe. The server is removed when the pipe is closed or this process ends.
