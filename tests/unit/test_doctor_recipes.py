@@ -38,9 +38,9 @@ class TestRecipe:
             ((*COMPILED, *MEGATRON, f"{ROLLOUT}.tensor_model_parallel_size=2"), IN_PLACE),
             (
                 (*COMPILED, *MEGATRON, f"{ACTOR}.megatron.vanilla_mbridge=True"),
-                "the full export (not in place: actor.megatron.vanilla_mbridge=True: mbridge does",
+                "the full export (not in place: actor.megatron.vanilla_mbridge=True: exports of",
             ),
-            ((*COMPILED, "trainer.nnodes=2"), "exchange the trainer ranks' shards, where"),
+            ((*COMPILED, "trainer.nnodes=2"), "exchange the trainer ranks' shards, if proven"),
             (
                 (*COMPILED, "trainer.n_gpus_per_node=1", f"{SECTION}.read_in_place=False"),
                 "Every sync makes the full export (not in place: read_in_place=False)",
@@ -56,7 +56,7 @@ class TestRecipe:
                 "makes the full export (not in place: actor.fsdp_config.param_offload=True: verl's",
             ),
             ((*COMPILED, f"{ROLLOUT}.quantization=fp8"), "rollout.quantization=fp8"),
-            ((*COMPILED, f"{ROLLOUT}.checkpoint_engine.backend=nccl"), "backend='nccl' brings the"),
+            ((*COMPILED, f"{ROLLOUT}.checkpoint_engine.backend=nccl"), "backend='nccl' delivers"),
             (
                 (*presets.USUAL, "+weight_sync=bucketed"),
                 "through 2 staging buffers, shared by CUDA",
@@ -65,7 +65,7 @@ class TestRecipe:
             (DISAGGREGATED, f"{IN_PLACE}, where engines"),
             (
                 (*DISAGGREGATED, "trainer.nnodes=2"),
-                "Later syncs have every rank send the engines its shards, where these prove",
+                "Later syncs have every rank send the engines its shards, if proven to equal",
             ),
         ],
     )
@@ -77,7 +77,7 @@ class TestRecipe:
     def test_what_it_does_follows_from_the_machine(self):
         alone = presets.Machine(num_gpus=8, reads_other_gpus=False)
         *_, last = presets.recipe_checks(COMPILED, alone)
-        assert "exchange the trainer ranks' shards, where these" in last.detail
+        assert "exchange the trainer ranks' shards, if proven" in last.detail
         assert "(not in place: CUDA IPC" in last.detail
         *_, last = presets.recipe_checks(COMPILED, presets.Machine(4, True))
         assert last.advice == "trainer.n_gpus_per_node=8, but 4 GPUs are visible here"
@@ -147,11 +147,11 @@ class TestRecipe:
             (["--config-name=no_such"], "Cannot find primary config 'no_such'"),
             (["--config-dir=/no/such"], "--config-dir=/no/such: there is no folder /no/such"),
             (["--config-path=/no/such"], "/no/such"),
-            (["--confg-name=x"], "main_ppo does not take these arguments: unrecognized"),
-            (["--config-name"], "main_ppo does not take these arguments: argument --config-name"),
+            (["--confg-name=x"], "main_ppo refuses these arguments: unrecognized"),
+            (["--config-name"], "main_ppo refuses these arguments: argument --config-name"),
             (
                 ["trainer.nnodes=1", "--config-name=ppo_trainer", "trainer.nnodes=2"],
-                "unrecognized arguments: trainer.nnodes=2 (options such as --config-name stand",
+                "unrecognized arguments: trainer.nnodes=2. Options such as --config-name must",
             ),
             (["--multirun", "trainer.nnodes=1,2"], "--multirun: allowed: the options of a single"),
         ],
@@ -164,5 +164,5 @@ class TestRecipe:
     def test_flags_without_effect_are_warnings(self):
         _, remark, last = presets.recipe_checks(presets.USUAL, EIGHT_GPUS)
         assert (remark.name, remark.status) == ("recipe: remark", Status.WARN)
-        assert "only together with +weight_sync=<preset>" in remark.detail
+        assert "has no effect without +weight_sync=<preset>" in remark.detail
         assert "verl's own weight sync" in last.detail

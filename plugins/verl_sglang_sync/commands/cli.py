@@ -24,11 +24,11 @@ PICTURES, TRACES = (".png", ".svg"), (".json",)
 def doctor(
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(help="After `--`: what your recipe gives main_ppo, overrides and options."),
+        typer.Argument(help="After `--`: your recipe's arguments of main_ppo."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
 ) -> None:
-    """Check installation, machine, and a recipe; status 1: a check has failed."""
+    """Check installation, machine, and a recipe. The exit status is 1 if a check failed."""
     from verl_sglang_sync.commands.doctor import report
     from verl_sglang_sync.commands.doctor.check import Status
 
@@ -41,20 +41,20 @@ def doctor(
 @app.command()
 def bench(
     model: Annotated[
-        str | None, typer.Option(help="Its shape; by default the largest that fits the GPU.")
+        str | None, typer.Option(help="Shape of the model. Default: the largest that fits the GPU.")
     ] = None,
     arms: Annotated[
-        str, typer.Option(help="What to measure, separated by commas.")
+        str, typer.Option(help="Ways to sync, separated by commas.")
     ] = "native,flattened,compiled,compiled_packed,copy_limit",
     runs: Annotated[int, typer.Option(min=1, help="Cycles of each arm.")] = 5,
     device: Annotated[
-        str | None, typer.Option(help="cuda or cpu; by default a GPU if there is one.")
+        str | None, typer.Option(help="cuda or cpu. Default: cuda if there is a GPU.")
     ] = None,
     results: Annotated[
         Path | None, typer.Option("--json", dir_okay=False, help="File for all figures.")
     ] = None,
 ) -> None:
-    """Measure sleep, wake-up and sync of a random model: verl's own, ours, and the copy limit."""
+    """Measure sleep, wake-up and sync of a random model by several arms, verl's own among them."""
     import torch
 
     from verl_sglang_sync.commands.bench.arms import ARMS, COPY_LIMIT
@@ -69,7 +69,7 @@ def bench(
         ("model", [model or FOR_A_CPU], MODELS),
         ("arms", names, (*ARMS, COPY_LIMIT)),
     ):
-        if wrong := [each for each in chosen if each not in allowed]:
+        if wrong := [value for value in chosen if value not in allowed]:
             _refuse(f"--{option} {','.join(wrong)}: allowed: {', '.join(allowed)}")
     on = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
     if model is None and device == "cuda":
@@ -81,19 +81,21 @@ def bench(
         try:
             results.parent.mkdir(parents=True, exist_ok=True)
             results.touch()
-        except OSError as error:  # rather now than after the minutes that an arm takes
+        except OSError as error:  # found before the minutes that an arm takes
             _refuse(f"--json {results}: {error}")
     model, console = model or FOR_A_CPU, Console()
     rows: list[dict[str, object]] = []
     folder = Path(tempfile.mkdtemp(prefix="weight-sync-bench-"))
-    console.print(f"{model} on {on}; logs of servers and trainers in {folder}")
+    console.print(f"{model} on {on}, logs of servers and trainers in {folder}")
     for arm in names:
         with console.status(f"{arm}: a server starts, {runs} cycles"):
             try:
                 rows.append(measure(model, arm, on, runs, folder))
             except BrokenProcessPool:
-                why = "most likely for lack of memory; --model takes a smaller one"
-                _refuse(f"--arms {arm}: the process that measures {model} was killed, {why}")
+                _refuse(
+                    f"--arms {arm}: the process that measures {model} was killed, most likely for "
+                    "lack of memory. Choose a smaller model with --model"
+                )
         if results is not None:
             write_results(results, "colocated", rows)
     print_table(rows, STAGES)
@@ -125,7 +127,7 @@ def report(
             draw(runs).savefig(plot, dpi=150)
     except (ReportFileError, OSError) as error:
         _refuse(str(error))
-    # A terminal wraps what is wider than it. rich would cut it.
+    # A terminal wraps lines that are too long. rich would cut them.
     console = Console(width=max(1000, Console().width))
     for line in headings(runs):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -134,13 +136,13 @@ def report(
 
 @app.command()
 def prove(
-    url: Annotated[str, typer.Argument(help="Of a rollout server, as http://10.0.0.1:30000.")],
+    url: Annotated[str, typer.Argument(help="A rollout server, as http://10.0.0.1:30000.")],
     api_key: Annotated[str | None, typer.Option(help="The server's api_key.")] = None,
-    admin_api_key: Annotated[str | None, typer.Option(help="Its admin_api_key.")] = None,
+    admin_api_key: Annotated[str | None, typer.Option(help="The server's admin_api_key.")] = None,
     timeout_s: Annotated[float, typer.Option(min=0, help="Longest wait for a sync.")] = 600.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
 ) -> None:
-    """Have the next sync proven bit for bit; status 0: proven, 1: it differs, 2: no answer."""
+    """Prove the next sync bit for bit. Exit status: 0 proven, 1 different, 2 no answer."""
     from verl_sglang_sync.commands.prove import prove
 
     try:
@@ -153,6 +155,6 @@ def prove(
 
 
 def _refuse(problem: str) -> NoReturn:
-    """End with status 2, as typer does where an argument is wrong."""
+    """End with status 2, as typer does if an argument is wrong."""
     typer.echo(f"error: {problem}", err=True)
     raise typer.Exit(2)

@@ -1,7 +1,7 @@
-"""`verl-sglang-sync prove`: does a rollout server serve what the trainer holds, bit for bit?
+"""`verl-sglang-sync prove`: compares a server's weights with the trainer's, bit for bit.
 
-The trainer proves its next sync with all engines, and the server keeps the outcome (`hooks.proof`
-of the other package).
+The command requests a proof from a rollout server. The trainer then proves its next sync with all
+engines. The server keeps the outcome (`sglang_loader.hooks.proof`), for which the command waits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ REPLY_TIMEOUT_S = 30.0
 
 
 class Status(IntEnum):
-    """Exit status of the command."""
+    """Exit statuses of the command."""
 
     PROVEN = 0
     DIFFERS = 1
@@ -35,8 +35,8 @@ class Answer:
     """The outcome of the command for one server.
 
     Attributes:
-        text: one line.
-        proof: the server's last proof; empty if the server did not answer.
+        text: the outcome for people, one line.
+        proof: the server's last proof. Empty if the server did not answer.
     """
 
     status: Status
@@ -45,10 +45,13 @@ class Answer:
 
 
 def prove(url: str, *, api_key: str | None, admin_api_key: str | None, timeout_s: float) -> Answer:
-    """Ask a server for a proof, and wait for its outcome.
+    """Request a proof from a server, and wait for the outcome.
+
+    Args:
+        timeout_s: longest wait for a sync.
 
     Raises:
-        ValueError: `url` is none.
+        ValueError: `url` is no URL of a server.
     """
     url = checked_base_url("URL", url)
     client = SGLangServerClient(
@@ -58,6 +61,7 @@ def prove(url: str, *, api_key: str | None, admin_api_key: str | None, timeout_s
     proof: dict[str, Any] = {}
     try:
         proof = client.run(operations.ask_for_proof())
+        # The server counts proofs. A new number without an open request is the answer.
         first = proof["number"]
         while proof["number"] == first or proof["requested"]:
             if time.monotonic() > deadline:
@@ -65,22 +69,23 @@ def prove(url: str, *, api_key: str | None, admin_api_key: str | None, timeout_s
             time.sleep(min(POLL_S, max(0.0, deadline - time.monotonic())))
             try:
                 proof = client.run(operations.last_proof())
-            except ReplyLost:  # a server that is being updated may be slow
+            except ReplyLost:  # a server may be slow while it is updated
                 continue
     except ServerError as error:
         return Answer(Status.NO_ANSWER, _no_answer(error), proof)
     version = f"{url} at weight version {proof['weight_version']}"
     if proof["is_proven"]:
         text = (
-            f"proven: {version} serves the trainer's weights bit for bit: the digests of all its "
+            f"proven: {version} serves the trainer's weights bit for bit. The digests of all its "
             f"tensors are those of the full export ({proof['seconds']:.3g} s)"
         )
         return Answer(Status.PROVEN, text, proof)
     names = proof["differing"]
     text = (
         f"DIFFERS: {version} did not serve the trainer's weights: {len(names)} tensors had other "
-        f"bytes than the full export: {listed(names)}. It serves the export's weights now, and the "
-        "trainer takes no fast way any more. Please report it with the trainer's log"
+        f"bytes than the full export: {listed(names)}. The server serves the export's weights now, "
+        "and every later sync makes the full export, which is slower. Please report this fault, "
+        "with the trainer's log"
     )
     return Answer(Status.DIFFERS, text, proof)
 
@@ -88,9 +93,10 @@ def prove(url: str, *, api_key: str | None, admin_api_key: str | None, timeout_s
 def _no_sync(url: str, timeout_s: float) -> str:
     return (
         f"no answer: {url} was asked, and no sync was proven within {timeout_s:g} s. The trainer "
-        "proves its next sync: either none has begun (a long step, or the training has ended), or "
-        "it has failed, or it serves LoRA adapters, or its export cannot be made twice, which its "
-        "log says. The wish stays: ask again, or wait longer with --timeout-s"
+        "proves its next sync. Either no sync has begun (a long step, or the training has ended), "
+        "or the sync has failed, or the rollout serves a LoRA adapter, or the export cannot be "
+        "made twice (see the trainer's log). The request stays: run the command again, or wait "
+        "longer with --timeout-s"
     )
 
 

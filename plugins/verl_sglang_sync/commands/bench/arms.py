@@ -1,11 +1,13 @@
 """The arms of the colocated benchmark: ways to sync, each with a trainer that suits it.
 
-`native` is verl 0.9.1's own code with its own settings (host backup, named tensors, one request per
-bucket), `copy_limit` a copy of the same bytes within the device; the others are ours, with the host
-backup that their preset gets. `compiled` is the preset as it is: the engine reads the trainer's
-parameters in place. `compiled_proven` compares the engine with the full export after every sync.
-`compiled_packed` packs, as a trainer must that gathers its shards.
-`native_float32` and `compiled_float32` export float32, verl's default, into engines of bfloat16.
+- `native`: verl 0.9.1's own code with verl's own settings (host backup, named tensors, one request
+  for each bucket).
+- `flattened` and `compiled`: our presets with their defaults, the host backup included. With
+  `compiled` the engine reads the trainer's parameters in place.
+- `compiled_proven`: compares the engine with the full export after every sync.
+- `compiled_packed`: packs the export, as a trainer does that gathers its shards.
+- `native_float32` and `compiled_float32`: export float32, verl's default, into bfloat16 engines.
+- `copy_limit`: a copy of the same bytes within the device.
 """
 
 from __future__ import annotations
@@ -35,13 +37,14 @@ COUNTS = (
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to sync; `settings` are keys of the preset.
+    """One way to sync.
 
     Attributes:
-        mode: the preset; None: verl's own code.
-        host_backup: the engine saves all weights on release, as verl launches it; False: only
-            those that the load plan does not rewrite (`host_backup=auto`).
-        dtype: the dtype of the trainer's weights; None: the engine's.
+        mode: the preset, or None for verl's own code.
+        host_backup: True if the engine saves all weights on release, as verl launches the engine.
+            False if it saves only what the load plan does not rewrite (`host_backup=auto`).
+        dtype: the dtype of the trainer's weights, or None for the engine's dtype.
+        settings: keys of the preset, where they differ from the defaults.
     """
 
     mode: str | None
@@ -64,12 +67,12 @@ COPY_LIMIT = "copy_limit"
 
 
 class NativeManager:
-    """verl 0.9.1's own sync, as its `ServerAdapter` does it, with the sharding manager's interface.
+    """The sync of verl 0.9.1's own `ServerAdapter`, with the interface of the sharding manager.
 
     Args:
-        url: the server's URL on the replica's leader; None on other ranks.
+        url: the server's URL on the replica's leader, None on other ranks.
         config: folder of the engine's model.
-        mesh: device mesh with the dimension "infer_tp"; None: of this rank alone.
+        mesh: device mesh with the dimension "infer_tp", or None for a mesh of this rank alone.
     """
 
     report = None
@@ -113,7 +116,7 @@ class NativeManager:
 
 
 def manager_of(arm: Arm, url: str, config: Path, device: torch.device) -> Any:
-    """The sharding manager of an arm, or `NativeManager`."""
+    """Make the manager of an arm: a sharding manager, or `NativeManager` for verl's own code."""
     if arm.mode is None:
         return NativeManager(url, config)
     return SGLangShardingManager(
@@ -132,13 +135,15 @@ def manager_of(arm: Arm, url: str, config: Path, device: torch.device) -> Any:
 
 
 def notes_of(report: SyncReport | None) -> dict[str, Any]:
-    """Of a sync: `seconds` of its stages, of the engine, and of the engine's sleep and wake-up, and
-    counts by route. Without a report (verl's own sync) `seconds` is empty.
+    """Return a sync's counts by route, and under "seconds" the seconds of trainer and engine.
+
+    Args:
+        report: the sync's report, or None for verl's own sync, of which nothing is recorded.
     """
     if report is None:
         return {"seconds": {}}
     seconds = {f"sync_{stage}": report.seconds.get(stage, 0.0) for stage in SYNC_STAGES}
-    seconds |= {f"sync_engine_{what}": spent for what, spent in report.engine_seconds.items()}
+    seconds |= {f"sync_engine_{work}": spent for work, spent in report.engine_seconds.items()}
     for stage, costs in report.stages.items():
         seconds |= {f"engine_{stage}_{tag}": max(cost["seconds"]) for tag, cost in costs.items()}
     return {"seconds": seconds, **{name: getattr(report, name) for name in COUNTS}}

@@ -1,9 +1,8 @@
-"""Measures a colocated weight sync and its memory stages on one GPU, with a real SGLang server.
+"""Measurement of a colocated weight sync and its memory stages, with a real SGLang server.
 
-One process is the trainer, with an FSDP2 model of one rank on the engine's device; the export, as
-verl does it, is part of each sync. Each run is release, resume weights, sync, resume kv, as in a
-training step. Every arm has its own server and trainer process: an engine keeps the trainer's
-memory mapped between syncs, so the arms of one process would share the GPU with each other.
+One process is the trainer, with an FSDP2 model of one rank on the engine's device. A run is what
+happens in a training step: release, resume weights, sync, resume kv. The sync includes the export,
+which is verl's.
 """
 
 from __future__ import annotations
@@ -30,18 +29,19 @@ from verl_sglang_sync.commands.bench.model_shapes import MODELS, tensor_shapes, 
 from verl_sglang_sync.commands.bench.results_file import medians
 from verl_sglang_sync.commands.bench.trainers import ShardedModel, dtype_on, size_of
 
-NUM_WARM_UPS = 4  # compiled: one records, one replays in place, one keeps what it maps, one more
+# With `compiled` the first sync records, the second replays in place, the third keeps its mappings.
+NUM_WARM_UPS = 4
 STAGES = ("release", "resume_weights", "sync", "resume_kv", "cycle")
 
 
 ASLEEP_S = 0.5
-"""Seconds from release to resume, instead of a training step. The driver cleans released memory in
-the background, 61 GB in 0.3 s; an earlier resume would wait for that."""
+"""Seconds from release to resume, in place of a training step. The driver cleans released memory in
+the background, 61 GB in 0.3 s. An earlier resume would wait for the driver."""
 
 
 @contextmanager
 def timed(times: dict[str, float], stage: str, device: torch.device) -> Iterator[None]:
-    """Host seconds of the body with the device idle at both ends."""
+    """Add the host seconds of the body to `times`. The device is idle at both ends."""
     synchronize_device(device)
     started = time.perf_counter()
     yield
@@ -52,6 +52,7 @@ def timed(times: dict[str, float], stage: str, device: torch.device) -> Iterator
 def run_arm(
     arm: Arm, url: str, config: Path, model: str, device: torch.device, runs: int, asleep_s: float
 ) -> dict[str, Any]:
+    """Measure an arm in this process, and return the columns of its row."""
     dtype = arm.dtype or dtype_on(device)
     weights = ShardedModel(model, device, dtype).reexport()
     manager = manager_of(arm, url, config, device)
@@ -103,7 +104,7 @@ def run_arm(
 
 
 def copy_limit(model: str, device: torch.device, runs: int) -> dict[str, Any]:
-    """`_foreach_copy_` of all tensors within the device."""
+    """Measure `_foreach_copy_` of all tensors within the device."""
     shapes, dtype = [shape for _, shape in tensor_shapes(MODELS[model])], dtype_on(device)
     sources = [torch.ones(shape, dtype=dtype, device=device) for shape in shapes]
     targets = [torch.empty_like(tensor) for tensor in sources]
@@ -117,20 +118,22 @@ def copy_limit(model: str, device: torch.device, runs: int) -> dict[str, Any]:
 def measure(
     model: str, name: str, device: torch.device, runs: int, folder: Path, asleep_s: float = ASLEEP_S
 ) -> dict[str, Any]:
-    """The row of an arm, which has a server and a process of its own, with logs in `folder`."""
+    """Measure an arm, and return its row. Server and trainer write their logs to `folder`."""
+    # Every arm has its own server and trainer process. An engine keeps the trainer's memory mapped
+    # between syncs, so the arms of one process would share the GPU.
     log = folder / f"trainer-{model}-{name}.log"
     with ProcessPoolExecutor(1, get_context("spawn"), _print_into, (log,)) as pool:
         args = model, name, device, runs, folder, asleep_s
-        seen = pool.submit(_measure_arm, *args).result()
-    where = {"arm": name, "model": model, "gpus": int(device.type == "cuda"), "tp": 1, "runs": runs}
-    return {**where, "median_s": medians(seen["runs_s"]), **seen}
+        measured = pool.submit(_measure_arm, *args).result()
+    setup = {"arm": name, "model": model, "gpus": int(device.type == "cuda"), "tp": 1, "runs": runs}
+    return {**setup, "median_s": medians(measured["runs_s"]), **measured}
 
 
 def _print_into(log: Path) -> None:
-    """Redirect this process's output to a file: verl, SGLang and torch print a lot."""
+    """Redirect this process's output to a file. verl, SGLang and torch print much."""
     with log.open("wb") as file:
-        for stream in (sys.stdout, sys.stderr):
-            os.dup2(file.fileno(), stream.fileno())
+        for output in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), output.fileno())
 
 
 def _measure_arm(
@@ -149,7 +152,8 @@ def _measure_arm(
         log=log,
         wait=False,
     ) as url:
-        import verl.workers.engine  # noqa: F401  (slow, and the server starts meanwhile)
+        # A slow import, during which the server starts.
+        import verl.workers.engine  # noqa: F401
 
         wait_until_healthy(url, log)
         return run_arm(arm, url, config, model, device, runs, asleep_s)

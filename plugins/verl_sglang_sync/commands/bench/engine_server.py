@@ -23,7 +23,7 @@ from verl_sglang_sync.http_settings import server_url
 START_TIMEOUT_S = 600  # the first start with flashinfer compiles its kernels: 4 minutes
 PR_SET_PDEATHSIG = 1  # prctl(2)
 SCHEDULER_ENDED = "Received sigquit from a child process"
-"""SGLang logs this when one of its ranks ends; the server itself may go on."""
+"""SGLang's log line for the end of one of its ranks. The server itself may go on."""
 
 DUMMY = (
     *("--load-format", "dummy", "--skip-tokenizer-init", "--max-running-requests", "16"),
@@ -43,11 +43,12 @@ GPU = (
 
 
 Start = Callable[[list[str], Mapping[str, str], Path], Any]
-"""Starts a server, given arguments, environment and log; returns an object like `Popen`."""
+"""Function that starts a server, given arguments, environment and log. Returns an object like
+`Popen`."""
 
 
 def launch(arguments: list[str], environment: Mapping[str, str], log: Path) -> Any:
-    """`python -m sglang.launch_server` in a process group of its own."""
+    """Start `python -m sglang.launch_server` in a process group of its own."""
     with log.open("wb") as output:
         return subprocess.Popen(
             [sys.executable, "-m", "sglang.launch_server", *arguments],
@@ -77,18 +78,23 @@ def engine_server(
     extra: tuple[str, ...] = DUMMY,
     start: Start = launch,
 ) -> Iterator[str]:
-    """Serve the model of the folder `config`; yields the server's URL.
+    """Serve a model while the body runs. Yields the server's URL.
 
     Args:
+        config: folder with the model's `config.json`.
+        device: "cpu" or a GPU.
         host_backup: see `engine_settings`.
+        is_moe: True if the model has experts.
         log: file for the server's output.
+        tp: number of TP ranks.
         first_gpu: number of the first rank's GPU.
         gpu_share: SGLang's `--mem-fraction-static`.
         loaders: custom weight loaders besides ours.
         environment: variables in addition to this process's own.
-        wait: False: yield before the server is healthy; see `wait_until_healthy`.
-        host: address that it listens at.
-        extra: further arguments, which override the others.
+        wait: False to yield before the server is healthy (see `wait_until_healthy`).
+        host: address at which the server listens.
+        extra: further arguments, which override those of this function.
+        start: function that starts the server's process.
     """
     port, is_on_gpu = free_port(), device != "cpu"
     arguments = [
@@ -108,30 +114,38 @@ def engine_server(
     try:
         url = server_url(host, port)
         if wait:
-            wait_until_healthy(url, log, is_running=lambda: process.poll() is None)
+            wait_until_healthy(url, log, process)
         yield url
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.kill()  # it may not lead its group yet
+        process.kill()  # the process may not lead its group yet
         process.wait()
 
 
 def _die_with_parent() -> None:
-    """Called in the child: have the kernel kill it if this process dies."""
+    """Ask the kernel to kill this process, a child, when its parent dies."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def wait_until_healthy(
-    url: str, log: Path, *, is_running: Callable[[], bool] = lambda: True
-) -> None:
-    """Wait until the server answers, or raise RuntimeError with the end of its log."""
+def wait_until_healthy(url: str, log: Path, process: Any = None) -> None:
+    """Wait until the server answers.
+
+    Args:
+        process: the server's process if it is a child of this process, an object like `Popen`.
+
+    Raises:
+        RuntimeError: the server ended, or is not healthy in time. The message has the end of the
+            log.
+    """
 
     def logged() -> str:
         return log.read_text(errors="replace") if log.exists() else ""
 
-    def may_come_up() -> bool:  # the log also tells of servers that are no child of this process
-        return is_running() and SCHEDULER_ENDED not in logged()
+    def may_come_up() -> bool:
+        # The log shows the end of a server that is no child of this process, too.
+        is_running = process is None or process.poll() is None
+        return is_running and SCHEDULER_ENDED not in logged()
 
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline and may_come_up():
@@ -140,14 +154,14 @@ def wait_until_healthy(
                 return
         except OSError:
             time.sleep(0.5)
-    what = f"did not come up within {START_TIMEOUT_S} s" if may_come_up() else "ended as it came up"
-    raise RuntimeError(f"SGLang {what}:\n{logged()[-4000:]}")
+    failure = f"did not start within {START_TIMEOUT_S} s" if may_come_up() else "ended at its start"
+    raise RuntimeError(f"SGLang {failure}:\n{logged()[-4000:]}")
 
 
 def free_port() -> int:
-    """A free port with room above: SGLang derives others from it, the farthest + 10000, which is
-    still below those that Linux gives to whoever asks for any (32768 and up).
-    """
+    """Return a free port from which SGLang can derive its other ports."""
+    # SGLang's farthest port is this one + 10000. Linux assigns ports from 32768 on to processes
+    # that name none.
     for port in random.sample(range(20000, 22700), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))

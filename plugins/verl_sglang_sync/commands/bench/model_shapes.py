@@ -13,7 +13,8 @@ Config = dict[str, Any]
 FOR_GPUS = ("qwen3-30b-a3b", "qwen3-8b", "qwen3-0.6b")
 FOR_A_CPU = "tiny"
 ROOM = 1.2
-"""GPU memory needed, as a multiple of two copies of the weights: KV cache, graphs, libraries."""
+"""GPU memory needed, as a multiple of two copies of the weights. The rest is for KV cache, graphs
+and libraries."""
 
 
 def _dense(hidden: int, inter: int, layers: int, heads: int) -> Config:
@@ -59,7 +60,7 @@ MODELS: dict[str, Config] = {
     "qwen3-0.6b": _dense(1024, 3072, 28, 16),
     "qwen3-4b": _dense(2560, 9728, 36, 32),
     "qwen3-8b": _dense(4096, 12288, 36, 32),
-    # the bytes of qwen3-8b in 50 times as many tensors
+    # As many bytes as qwen3-8b, in 50 times as many tensors.
     "moe-16gb-20000": _moe(_dense(2048, 6144, 52, 32), 128, 8, 160),
     "qwen3-30b-a3b": _moe(_dense(2048, 6144, 48, 32), 128, 8, 768),
 }
@@ -73,7 +74,7 @@ def write_config(folder: Path, model: str) -> Path:
 
 
 def tensor_shapes(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor that the trainer exports, with one per expert."""
+    """Yield the name and shape of every tensor that the trainer exports. Experts are unfused."""
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     head_dim = config["head_dim"]
     q, kv = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
@@ -105,14 +106,17 @@ def _mlp(config: Config, prefix: str, hidden: int) -> Iterator[tuple[str, tuple[
 
 
 def weights_bytes(model: str, itemsize: int) -> int:
-    """Bytes of a model's weights in numbers of `itemsize` bytes."""
+    """Return the size of a model's weights, in bytes, with numbers of `itemsize` bytes."""
     return itemsize * sum(math.prod(shape) for _, shape in tensor_shapes(MODELS[model]))
 
 
 def largest_that_fits(gpu_bytes: int) -> str:
-    """The largest model of `FOR_GPUS` that fits twice on one GPU in bfloat16, for trainer and
-    engine; ValueError if none does.
+    """Return the largest model of `FOR_GPUS` that fits twice on one GPU, in bfloat16.
+
+    Raises:
+        ValueError: no model fits.
     """
+    # One copy is the trainer's, the other the engine's.
     for model in FOR_GPUS:
         if gpu_bytes >= ROOM * 2 * weights_bytes(model, 2):
             return model

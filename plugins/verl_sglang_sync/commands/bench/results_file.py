@@ -1,6 +1,6 @@
-"""Writes benchmark results, all in one schema, and prints them as a table.
+"""Writer of benchmark results, all in one schema, to a file and as a table.
 
-Seconds are medians of host time with the device synchronised; sizes are bytes.
+Seconds are medians of host time with the device synchronised. Sizes are bytes.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from verl_sglang_sync.commands.doctor.installation import installed_version, tes
 
 
 def medians(runs: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the median of each key over all runs that have it."""
     columns: dict[str, list[float]] = {}
     for run in runs:
         for key, value in run.items():
@@ -29,6 +30,7 @@ def medians(runs: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def hardware() -> str:
+    """Name this machine's GPUs as in "1xH200", or "cpu"."""
     import torch
 
     if not torch.cuda.is_available():
@@ -38,6 +40,7 @@ def hardware() -> str:
 
 
 def write_results(path: Path, bench: str, rows: list[dict[str, Any]]) -> None:
+    """Write a benchmark's rows to a JSON file, with machine, date, commit and versions."""
     document = {
         "bench": bench,
         "hardware": hardware(),
@@ -53,7 +56,7 @@ def write_results(path: Path, bench: str, rows: list[dict[str, Any]]) -> None:
 
 
 def print_table(rows: list[dict[str, Any]], columns: Iterable[str]) -> None:
-    """One line per row: arm, model, and the medians named by `columns`."""
+    """Print one line for each row: arm, model, and the medians named by `columns`."""
     table = Table()
     for column in ("arm", "model", "gpus", "tp", *columns):
         table.add_column(column, justify="left" if column in ("arm", "model") else "right")
@@ -65,8 +68,9 @@ def print_table(rows: list[dict[str, Any]], columns: Iterable[str]) -> None:
 
 
 def _commit() -> str:
-    if named := os.environ.get("GIT_COMMIT"):  # where the working tree was copied without it
-        return named
+    # A copy of the working tree may lack the repository.
+    if commit := os.environ.get("GIT_COMMIT"):
+        return commit
     done = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     )

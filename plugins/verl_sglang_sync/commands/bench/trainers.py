@@ -18,7 +18,7 @@ class ShardedModel:
     """A Hugging Face model with random weights, sharded over all ranks by FSDP2."""
 
     def __init__(self, model: str, device: torch.device, dtype: torch.dtype | None = None) -> None:
-        # `export` needs it; imported before the first sync, as in verl's workers: it takes seconds
+        # `export` needs this module. Its import takes seconds, and must not be part of a sync.
         import verl.workers.engine.fsdp.utils  # noqa: F401
         from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -32,15 +32,15 @@ class ShardedModel:
         for parameter in self._module.parameters():
             local = parameter.detach().to_local().normal_(std=0.02)
             if device.type == "cpu":
-                share_on_host(local)  # an engine can map it
+                share_on_host(local)  # so that an engine can map the tensor
         self._model_type = config.model_type
 
     def reexport(self) -> Reexport:
-        """The export as a rollout gets it from verl, with the presets' wrapper."""
+        """Make the export as a rollout receives it from verl with a preset."""
         return Reexport(self.export, sources=module_state(self._module))
 
     def export(self) -> Iterator[NamedTensor]:
-        """The export of verl 0.9.1's FSDP engine, as its `get_per_tensor_param` makes it."""
+        """Make the export of verl 0.9.1's FSDP engine, as its `get_per_tensor_param` does."""
         from verl.utils.model import convert_weight_keys
         from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
@@ -53,16 +53,16 @@ class ShardedModel:
         return exported
 
     def shards(self) -> list[NamedTensor]:
-        """This rank's shards of the parameters."""
+        """Return this rank's shards of the parameters."""
         return [(name, p.detach().to_local()) for name, p in self._module.named_parameters()]
 
 
 def size_of(model: str, dtype: torch.dtype) -> dict[str, int]:
-    """Columns of a result for the size of an export."""
+    """Return the columns of a result that hold the size of an export."""
     num_tensors = sum(1 for _ in tensor_shapes(MODELS[model]))
     return {"num_tensors": num_tensors, "bytes": weights_bytes(model, dtype.itemsize)}
 
 
 def dtype_on(device: torch.device) -> torch.dtype:
-    """The dtype of the engine's weights, and of those of most trainers."""
+    """Return the dtype of the engine's weights, which most arms' trainers have, too."""
     return torch.float32 if device.type == "cpu" else torch.bfloat16

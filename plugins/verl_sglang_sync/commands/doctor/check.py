@@ -23,6 +23,8 @@ Facts = TypeVar("Facts")
 
 
 class Status(StrEnum):
+    """Result of a check, the best first."""
+
     OK = "ok"
     WARN = "warn"
     FAIL = "fail"
@@ -36,9 +38,10 @@ class Check:
     """The result of one check.
 
     Attributes:
-        name: short and stable, such as "verl plugin"; scripts select by it.
-        status: a failure means that a recipe with `+weight_sync=...` cannot be relied on here.
-        advice: what to do about it; empty if there is nothing to do.
+        name: short name such as "verl plugin". Scripts select by it, so names do not change.
+        status: FAIL means that a recipe with `+weight_sync=...` cannot be relied on here.
+        detail: what was found.
+        advice: what to do, or "" if there is nothing to do.
     """
 
     name: str
@@ -48,7 +51,7 @@ class Check:
 
 
 class ProbeError(RuntimeError):
-    """A probe's process ended without a result; the message ends with its stderr."""
+    """The end of a probe's process without a result. The message has the end of its stderr."""
 
 
 def run_probe(
@@ -57,8 +60,11 @@ def run_probe(
     *arguments: object,
     timeout_s: float = PROBE_TIMEOUT_S,
 ) -> Facts:
-    """Call a module's function in a new process with this interpreter and the user's environment;
-    arguments and result are pickled.
+    """Call a function of a module in a new process, and return its result.
+
+    Args:
+        probe: the function. Its arguments and its result are pickled.
+        environment: variables in addition to this process's own.
 
     Raises:
         ProbeError: the process failed or hung.
@@ -79,10 +85,11 @@ def run_probe(
     if result.returncode != 0 or not lines:
         stderr = result.stderr.strip()[-STDERR_CHARS:]
         raise ProbeError(f"{name}: exit status {result.returncode}\n{stderr}")
+    # Imports in the process may print lines before the result.
     facts: Facts = pickle.loads(bytes.fromhex(lines[-1]))
     return facts
 
 
 def last_line(text: str) -> str:
-    """The last non-empty line of a traceback or a log."""
+    """Return the last line of a traceback or a log that is not empty."""
     return ([line.strip() for line in text.splitlines() if line.strip()] or ["no output"])[-1]

@@ -1,6 +1,7 @@
 """Checks of this machine: memory shared between processes on its GPUs, and NCCL.
 
-`gpus` are the names of the visible GPUs. Without any, a check says what the CPU platform does.
+`gpus` are the names of the visible GPUs. On a machine without a GPU a check reports what the CPU
+platform does.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ IPC_BYTES = 1 << 20
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """Names of the GPUs that torch sees; a missing torch is reported with the versions."""
+    """Return the names of the GPUs that torch finds."""
+    # `version_checks` reports a missing torch.
     with suppress(ImportError):
         import torch
 
@@ -27,12 +29,14 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 FailedReads = dict[tuple[int, int], str]
-"""By `(owner, reader)`, why the reader's process cannot read memory of the owner's GPU."""
+"""The reasons why a reader's process cannot read memory of an owner's GPU, by `(owner, reader)`."""
 
 
 def failed_reads(num_gpus: int, read: Callable[[int, int], None]) -> FailedReads:
-    """Try every pair of GPUs, also each with itself, several at a time. `read`, given owner and
-    reader, raises if the reader cannot read.
+    """Try every pair of GPUs, each GPU with itself included.
+
+    Args:
+        read: takes owner and reader, and raises if the reader cannot read.
     """
 
     def attempt(pair: tuple[int, int]) -> str:
@@ -49,15 +53,18 @@ def failed_reads(num_gpus: int, read: Callable[[int, int], None]) -> FailedReads
 
 
 def probe_cuda_ipc() -> FailedReads:
-    """Probe: the pairs of GPUs that do not share memory between processes."""
+    """Find the pairs of GPUs that do not share memory between processes. A probe."""
     import torch
 
     return failed_reads(torch.cuda.device_count(), read_from_another_process)
 
 
 def read_from_another_process(owner: int, reader: int) -> None:
-    """Have a process that sees one GPU alone, as an engine's, sum up a tensor of another GPU;
-    raises if that fails, or the sum is wrong.
+    """Read a tensor of `owner` in a new process to which only `reader` is visible, as in an engine.
+
+    Raises:
+        ProbeError: the process failed.
+        RuntimeError: the process read other bytes.
     """
     import torch
 
@@ -74,7 +81,7 @@ def read_from_another_process(owner: int, reader: int) -> None:
 
 
 def sum_of(handle: Any) -> int:
-    """Probe: the sum of the bytes of a `BufferHandle`, mapped on the only visible GPU."""
+    """Sum the bytes of a `BufferHandle`, mapped on the only visible GPU. A probe."""
     import torch
 
     from sglang_loader.common.shared_memory import map_buffer
@@ -83,12 +90,12 @@ def sum_of(handle: Any) -> int:
 
 
 def cuda_ipc_check(gpus: Sequence[str], failed: FailedReads) -> Check:
-    """Sharing of GPU memory between processes, which every sync on one GPU needs."""
+    """Check that processes share GPU memory, as every sync on one GPU requires."""
     if not failed:
         names = ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus))
         tried = f"{names}: processes read memory of each other, {len(gpus) ** 2} pairs"
         return Check("CUDA IPC", OK, tried if gpus else "no GPU visible: not tried")
-    lines = "\n".join(f"GPU {r} cannot read GPU {o}: {why}" for (o, r), why in failed.items())
+    lines = "\n".join(f"GPU {r} cannot read GPU {o}: {reason}" for (o, r), reason in failed.items())
     if any(owner == reader for owner, reader in failed):
         advice = "in a container: --ipc=host (or a large --shm-size) and a shared PID namespace"
         return Check("CUDA IPC", FAIL, lines, advice)
@@ -97,15 +104,17 @@ def cuda_ipc_check(gpus: Sequence[str], failed: FailedReads) -> Check:
 
 
 def nccl_check(gpus: Sequence[str]) -> Check:
-    """NCCL's version, and the variable that must be equal in trainers and engines."""
+    """Check NCCL's version, and the variable that must be equal in trainers and engines."""
     import torch
 
-    cumem, found = os.environ.get("NCCL_CUMEM_ENABLE", "not set"), "not in this torch"
+    cumem, release = os.environ.get("NCCL_CUMEM_ENABLE", "not set"), "not in this torch"
     if torch.distributed.is_nccl_available():
-        found = ".".join(map(str, torch.cuda.nccl.version()))
+        release = ".".join(map(str, torch.cuda.nccl.version()))
     elif gpus:
-        return Check("NCCL", FAIL, found, "install a CUDA build of torch")
-    detail = f"{found}; NCCL_CUMEM_ENABLE: {cumem}" + "; the CPU platform uses gloo" * (not gpus)
+        return Check("NCCL", FAIL, release, "install a CUDA build of torch")
+    detail = f"{release}, NCCL_CUMEM_ENABLE: {cumem}"
+    if not gpus:
+        detail += ". The CPU platform uses gloo"
     if cumem not in ("not set", "0"):
         advice = "unset it: verl sets 0 for SGLang, and NCCL fails between processes that differ"
         return Check("NCCL", WARN, detail, advice)

@@ -1,4 +1,4 @@
-"""Checks of the installation: versions, entry points, and whether verl and SGLang load them."""
+"""Checks of the installation: versions, entry points, and their use by verl and SGLang."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ TESTED_SGLANG = {
     "0.5.17": {"torch": "2.11.0", "transformers": "5.12.1"},
     "0.5.23": {"torch": "2.14.1", "transformers": "5.19.0"},
 }
-"""Tested releases of SGLang, with packages of their own; pip resolves to the first."""
+"""Tested releases of SGLang, with the other packages that each was tested with. pip resolves to the
+first one."""
 DEFAULT_SGLANG = next(iter(TESTED_SGLANG))
 
 NAME = "verl_sglang_sync"
@@ -43,6 +44,7 @@ Installed = Callable[[str], str | None]
 
 
 def installed_version(name: str) -> str | None:
+    """Return the version of an installed distribution, or None if there is none."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -50,27 +52,29 @@ def installed_version(name: str) -> str | None:
 
 
 def version_checks(installed: Installed = installed_version) -> list[Check]:
-    """Compare the packages that the weight sync depends on with the tested versions;
-    `requirements_check` reports those that are missing.
-    """
+    """Compare the installed packages with the requirements and with the tested versions."""
     tested = tested_beside(installed("sglang"))
     checks = [requirements_check(tested, installed)]
-    allowed = {each.name.lower(): each for each in _requirements(DISTRIBUTION)}
+    allowed = {requirement.name.lower(): requirement for requirement in _requirements(DISTRIBUTION)}
     for name, wanted in tested.items():
-        if found := installed(name):
-            checks.append(version_check(name, wanted, found, allowed.get(name.lower())))
+        if actual := installed(name):
+            checks.append(version_check(name, wanted, actual, allowed.get(name.lower())))
     return checks
 
 
 def tested_beside(sglang: str | None) -> dict[str, str]:
-    """The tested versions beside this release of SGLang, or beside the default if untested."""
+    """Return the versions tested with this release of SGLang, or with the default release.
+
+    Args:
+        sglang: the installed version, or None. The default serves for an untested one, too.
+    """
     public = DEFAULT_SGLANG if sglang is None else Version(sglang).public
     release = public if public in TESTED_SGLANG else DEFAULT_SGLANG
     return TESTED | {"sglang": release} | TESTED_SGLANG[release]
 
 
 def _requirements(distribution: str) -> list[Requirement]:
-    """A distribution's requirements here, without its extras; none if it is not installed."""
+    """Return a distribution's requirements on this machine, without extras. Empty if missing."""
     try:
         declared = map(Requirement, requires(distribution) or ())
     except PackageNotFoundError:
@@ -79,14 +83,14 @@ def _requirements(distribution: str) -> list[Requirement]:
 
 
 def requirements_check(tested: dict[str, str], installed: Installed = installed_version) -> Check:
-    """Check that all requirements of verl, SGLang and ours are installed: `pip --no-deps`, which
-    newer SGLangs need for verl, may leave some out.
-    """
+    """Check that all requirements of verl, of SGLang and of this project are installed."""
+    # verl is installed with `pip --no-deps` beside newer releases of SGLang, which may leave out
+    # some requirements.
     missing = {
-        each.name: owner
+        requirement.name: owner
         for owner in ("verl", "sglang", DISTRIBUTION)
-        for each in _requirements(owner)
-        if installed(each.name) is None
+        for requirement in _requirements(owner)
+        if installed(requirement.name) is None
     }
     if not missing:
         return Check("requirements", OK, "all of verl's, SGLang's and ours are installed")
@@ -96,21 +100,25 @@ def requirements_check(tested: dict[str, str], installed: Installed = installed_
     return Check("requirements", FAIL, f"not installed: {detail}", advice)
 
 
-def version_check(name: str, tested: str, found: str, allowed: Requirement | None) -> Check:
-    """Check one package: an untested version that our requirements allow is a warning. Local
-    suffixes such as "+cu130" are ignored.
+def version_check(name: str, tested: str, actual: str, allowed: Requirement | None) -> Check:
+    """Check the version of one package. An untested version that is allowed is a warning.
+
+    Args:
+        tested: the tested version.
+        actual: the installed version. Local suffixes such as "+cu130" are ignored.
+        allowed: this project's requirement of the package, if there is one.
     """
     title, install = f"version of {name}", f'pip install "{name}=={tested}"'
-    if Version(found).public == Version(tested).public:
-        return Check(title, OK, f"{found}, as tested")
-    if allowed is not None and not allowed.specifier.contains(found, prereleases=True):
-        return Check(title, FAIL, f"{found}; allowed: {allowed.specifier}", install)
-    others = ", ".join(TESTED_SGLANG) if name == "sglang" else tested
-    return Check(title, WARN, f"{found}; tested with {others}", install)
+    if Version(actual).public == Version(tested).public:
+        return Check(title, OK, f"{actual}, as tested")
+    if allowed is not None and not allowed.specifier.contains(actual, prereleases=True):
+        return Check(title, FAIL, f"{actual}, allowed: {allowed.specifier}", install)
+    versions = ", ".join(TESTED_SGLANG) if name == "sglang" else tested
+    return Check(title, WARN, f"{actual}, tested with {versions}", install)
 
 
 def probe_verl() -> list[Check]:
-    """Probe: import verl and its rollout classes, and with them our entry point and sglang."""
+    """Import verl and its rollout classes, and check our entry point and hooks. A probe."""
     import verl.utils.config
     from verl.workers.rollout import base, replica
 
@@ -119,11 +127,12 @@ def probe_verl() -> list[Check]:
     entries = entry_points(group="verl.plugins", name=NAME)
     errors = []
     if policy != "none":
-        try:  # again: a module that failed to import fails in the same way
+        # verl has hidden the error of an import that failed. The same import fails once more.
+        try:
             for entry_point in entries:
                 entry_point.load()
         except Exception:
-            errors.append(traceback.format_exc())  # verl hides it
+            errors.append(traceback.format_exc())
     hooks: dict[str, Callable[[], Any]] = {
         "verl.rollout.WeightSyncRollout": partial(base.get_rollout_class, "sglang", "async"),
         "verl.replica.WeightSyncReplica": partial(replica.RolloutReplicaRegistry.get, "sglang"),
@@ -138,22 +147,27 @@ def probe_verl() -> list[Check]:
 
 
 def hooks_check(hooks: Mapping[str, Callable[[], Any]]) -> Check:
-    """Check that verl uses our classes and functions, given by their names in our package."""
+    """Check that verl uses our classes and functions.
+
+    Args:
+        hooks: functions that return what verl uses, by the name in our package.
+    """
     wrong = []
-    for ours, look in hooks.items():
+    for ours, look_up in hooks.items():
         try:
-            found = look()
-            name = f"{found.__module__}.{found.__qualname__}"
+            used = look_up()
+            name = f"{used.__module__}.{used.__qualname__}"
         except Exception as error:
             name = repr(error)
         if name != f"{NAME}.{ours}":
-            wrong.append(f"{name}, not {NAME}.{ours}")
+            wrong.append(f"verl has {name}, not {NAME}.{ours}")
     if wrong:
-        return Check("verl hooks", FAIL, f"verl has {'; '.join(wrong)}", REPLACED)
+        return Check("verl hooks", FAIL, "\n".join(wrong), REPLACED)
     return Check("verl hooks", OK, f"all {len(hooks)} are in place")
 
 
 def sglang_checks(facts: SGLangFacts) -> list[Check]:
+    """Check that SGLang loads our entry point and applies our hooks."""
     entries = entry_points(group="sglang.srt.plugins", name=NAME)
     missing = sorted(path for path, applied in facts.hooks.items() if not applied)
     hooks = Check("SGLang hooks", OK, f"all {len(facts.hooks)} are in place")
@@ -173,8 +187,15 @@ def plugin_check(
     *,
     everything: str,
 ) -> Check:
-    """Check that verl or SGLang (`who`) loads our entry point. `policy` is the value of `variable`:
-    `everything`, or a list of plugins.
+    """Check that verl or SGLang loads our entry point.
+
+    Args:
+        who: "verl" or "SGLang".
+        entries: our entry points in the installed metadata.
+        load_errors: tracebacks of entry points that failed.
+        variable: the environment variable that selects plugins.
+        policy: the variable's value, a list of plugins or `everything`.
+        everything: the value that selects all plugins.
     """
     title, targets = f"{who} plugin", sorted({entry_point.value for entry_point in entries})
     if not targets:

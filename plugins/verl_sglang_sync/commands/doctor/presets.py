@@ -1,8 +1,7 @@
-"""Checks of recipes: whether the preflight passes them, and what they would do here.
+"""Checks of a recipe: the preflight, and a description of the recipe's syncs on this machine.
 
-A recipe is what follows `main_ppo` on its command line, Hydra's overrides and options: the user's
-own, or a usual one. What it would do follows from the composed config, its
-settings, and this machine.
+A recipe is a list of arguments of `main_ppo`: Hydra's overrides and options. It is the user's own,
+or a usual one.
 """
 
 from __future__ import annotations
@@ -39,7 +38,11 @@ ON_THE_HOST = {
 
 @dataclass(frozen=True)
 class Machine:
-    """This machine; `reads_other_gpus`: processes can read memory of other GPUs."""
+    """The properties of this machine on which a sync depends.
+
+    Attributes:
+        reads_other_gpus: True if processes can read memory of other GPUs.
+    """
 
     num_gpus: int
     reads_other_gpus: bool
@@ -52,7 +55,8 @@ def compose(arguments: Sequence[str]) -> DictConfig:
         arguments: overrides, and Hydra's options such as `--config-name`.
 
     Raises:
-        ValueError: main_ppo would not take the arguments, or would not run with them.
+        ValueError: main_ppo would refuse the arguments, or would fail with them.
+        ImportError: verl is not installed.
     """
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
@@ -66,7 +70,7 @@ def compose(arguments: Sequence[str]) -> DictConfig:
         raise ImportError("verl is not installed")
     main_ppo = Path(verl.submodule_search_locations[0]) / "trainer" / "main_ppo.py"
     options = _hydra_options(arguments)
-    # As `hydra.main` does, which knows only the arguments of the process.
+    # `hydra.main` does the same, but reads the arguments of the process.
     folder = compute_search_path_dir(str(main_ppo), None, options.config_path or "config")
     search_path = create_config_search_path(folder)
     if options.config_dir is not None:
@@ -82,6 +86,7 @@ def compose(arguments: Sequence[str]) -> DictConfig:
 
 
 def _hydra_options(arguments: Sequence[str]) -> Namespace:
+    """Parse main_ppo's arguments as Hydra does."""
     from hydra._internal.utils import get_args_parser
 
     parser = get_args_parser()
@@ -95,14 +100,14 @@ def _hydra_options(arguments: Sequence[str]) -> Namespace:
 
 def _refuse_arguments(message: str) -> NoReturn:
     raise ValueError(
-        f"main_ppo does not take these arguments: {message} (options such as --config-name stand "
-        "before all overrides, or after all)"
+        f"main_ppo refuses these arguments: {message}. Options such as --config-name must stand "
+        "before all overrides, or after all"
     )
 
 
 def recipe_checks(overrides: Sequence[str], machine: Machine) -> Iterator[Check]:
-    """The result of the preflight for a recipe, and what its sync would do."""
-    from verl_sglang_sync.preflight import examine  # may be what is broken here
+    """Yield the results of the preflight for a recipe, and a description of its syncs."""
+    from verl_sglang_sync.preflight import examine  # a broken installation may fail here
 
     try:
         config = compose(overrides)
@@ -127,26 +132,29 @@ def recipe_checks(overrides: Sequence[str], machine: Machine) -> Iterator[Check]
 
 
 def sentences(config: DictConfig, settings: WeightSyncConfig, machine: Machine) -> Iterator[str]:
-    """What a step would do: the route of the weights, how they are loaded, and the sleep."""
+    """Yield sentences on a step's sync and sleep: the route, the loading, and the memory."""
     bucket = f"buckets of at most {settings.bucket_bytes >> 20} MiB"
     backend = OmegaConf.select(config, BACKEND_KEY)
     if backend not in (None, "naive", DISAGGREGATED_BACKEND):
-        yield f"checkpoint_engine.backend={backend!r} brings the weights, verl's own update loads"
+        yield (
+            f"checkpoint_engine.backend={backend!r} delivers the weights, and verl's own update "
+            "loads them"
+        )
         return
     if backend == DISAGGREGATED_BACKEND:
-        how = "NCCL" if machine.num_gpus else "gloo"
-        yield f"The trainer's first rank broadcasts {bucket} to all engines over {how}"
+        library = "NCCL" if machine.num_gpus else "gloo"
+        yield f"The trainer's first rank broadcasts {bucket} to all engines over {library}"
     else:
         shared = "CUDA IPC" if machine.num_gpus else "/dev/shm"
         staging = f"{bucket} through {settings.num_staging_buffers} staging buffers"
         yield f"One request per sync opens a session per rank: {staging}, shared by {shared}"
     if settings.uses_plan:
         yield _later_route(config, settings, machine)
-        every = settings.prove_every_n_syncs
-        again = f", proven again every {every} syncs" if every else ""
-        yield f"The first sync makes and checks a load plan, later ones replay it{again}"
+        num_syncs = settings.prove_every_n_syncs
+        proofs = f", proven again every {num_syncs} syncs" if num_syncs else ""
+        yield f"The first sync makes and checks a load plan, later syncs replay the plan{proofs}"
     else:
-        yield "SGLang's own load_weights loads them"
+        yield "SGLang's own load_weights loads the buckets"
     if not settings.free_cache_engine:
         yield "Nothing sleeps: free_cache_engine=False"
     elif not machine.num_gpus:
@@ -160,7 +168,7 @@ def sentences(config: DictConfig, settings: WeightSyncConfig, machine: Machine) 
 
 
 def _later_route(config: DictConfig, settings: WeightSyncConfig, machine: Machine) -> str:
-    """How later syncs would get the weights, as far as the config tells."""
+    """Describe the routes of later syncs, as far as they follow from the config."""
     is_elsewhere = OmegaConf.select(config, BACKEND_KEY) == DISAGGREGATED_BACKEND
     num_ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
     computed, ways = list(_computed_exports(config)), []
@@ -179,20 +187,20 @@ def _later_route(config: DictConfig, settings: WeightSyncConfig, machine: Machin
             ways.append("have every rank send the engines its shards")
         elif num_ranks > 1:
             ways.append("exchange the trainer ranks' shards")
-    why = f" (not in place: {', '.join(reasons)})" * bool(reasons)
+    obstacles = f" (not in place: {', '.join(reasons)})" * bool(reasons)
     if not ways:
-        return f"Every sync makes the full export{why}"
-    return f"Later syncs {', or else '.join(ways)}, where these prove to be the export{why}"
+        return f"Every sync makes the full export{obstacles}"
+    return f"Later syncs {', or else '.join(ways)}, if proven to equal the export{obstacles}"
 
 
 def _computed_exports(config: DictConfig) -> Iterator[str]:
-    """Why the export would not be bytes of the trainer's parameters."""
+    """Yield the reasons why exported tensors would be no bytes of the trainer's parameters."""
     actor_rollout = config.actor_rollout_ref
     actor, strategy = actor_rollout.actor, actor_rollout.actor.strategy
     if strategy not in ("fsdp", "fsdp2", "megatron"):
         yield f"actor.strategy={strategy}: neither fsdp, fsdp2 nor megatron"
     if strategy == "megatron" and OmegaConf.select(actor, "megatron.vanilla_mbridge"):
-        yield "actor.megatron.vanilla_mbridge=True: mbridge does not say what it exports"
+        yield "actor.megatron.vanilla_mbridge=True: exports of mbridge cannot be traced"
     if strategy != "megatron" and OmegaConf.select(actor, "fsdp_config.param_offload"):
         yield "actor.fsdp_config.param_offload=True: verl's export moves the parameters"
     for key in ("model.lora_rank", "model.lora.rank", "rollout.quantization"):

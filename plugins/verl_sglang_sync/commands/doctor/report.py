@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from textwrap import indent
 
 from sglang_loader.probe import collect as probe_sglang
@@ -15,15 +16,24 @@ from verl_sglang_sync.commands.doctor.check import FAIL, OK, Check, Status, last
 
 
 def diagnose(overrides: Sequence[str] = ()) -> list[Check]:
-    """Run all checks, in the order of the report; takes about 20 seconds. Without `overrides`, a
-    usual recipe stands in for the user's.
+    """Run all checks, which takes about 20 seconds. Return their results in a fixed order.
+
+    Args:
+        overrides: the user's recipe, or empty for a usual one.
     """
     gpus = hardware.visible_gpus()
-    environment = {} if gpus else {"SGLANG_USE_CPU_ENGINE": "1"}  # sglang's import needs it
+    # Without a GPU the import of sglang fails unless this variable is set.
+    environment = {} if gpus else {"SGLANG_USE_CPU_ENGINE": "1"}
     with ThreadPoolExecutor(max_workers=3) as pool:
         verl = pool.submit(run_probe, installation.probe_verl, environment)
         sglang = pool.submit(run_probe, probe_sglang, environment)
-        reads = pool.submit(lambda: run_probe(hardware.probe_cuda_ipc) if gpus else {})
+        reads = pool.submit(_failed_reads, gpus)
+
+        def sglang_plugin() -> list[Check]:
+            return installation.sglang_checks(sglang.result())
+
+        def cuda_ipc() -> Check:
+            return hardware.cuda_ipc_check(gpus, reads.result())
 
         def recipes() -> list[Check]:
             all_read = reads.exception() is None and not reads.result()
@@ -33,16 +43,20 @@ def diagnose(overrides: Sequence[str] = ()) -> list[Check]:
         checks: tuple[tuple[str, Callable[[], Check | list[Check]]], ...] = (
             ("versions", installation.version_checks),
             ("verl plugin", verl.result),
-            ("SGLang plugin", lambda: installation.sglang_checks(sglang.result())),
-            ("CUDA IPC", lambda: hardware.cuda_ipc_check(gpus, reads.result())),
-            ("NCCL", lambda: hardware.nccl_check(gpus)),
+            ("SGLang plugin", sglang_plugin),
+            ("CUDA IPC", cuda_ipc),
+            ("NCCL", partial(hardware.nccl_check, gpus)),
             ("recipe", recipes),
         )
         return [result for name, check in checks for result in guarded(name, check)]
 
 
+def _failed_reads(gpus: Sequence[str]) -> hardware.FailedReads:
+    return run_probe(hardware.probe_cuda_ipc) if gpus else {}
+
+
 def guarded(name: str, check: Callable[[], Check | list[Check]]) -> list[Check]:
-    """The results of a check; an exception becomes a failed check."""
+    """Run a check, and return its results. An exception becomes a failed check."""
     try:
         results = check()
     except Exception as error:
@@ -52,7 +66,7 @@ def guarded(name: str, check: Callable[[], Check | list[Check]]) -> list[Check]:
 
 
 def as_json(checks: Sequence[Check]) -> str:
-    """`{"status": worst, "checks": [{"name", "status", "detail", "advice"}, ...]}`."""
+    """Return `{"status": worst, "checks": [{"name", "status", "detail", "advice"}, ...]}`."""
     worst = max((check.status for check in checks), key=list(Status).index, default=OK)
     return json.dumps({"status": worst, "checks": [asdict(check) for check in checks]}, indent=2)
 

@@ -1,6 +1,6 @@
-"""Plots runs: the stages of the median sync, and the seconds of every sync.
+"""Plots of runs: the stages of the median sync, and the seconds of every sync.
 
-Imports matplotlib, which is not a dependency of the package.
+The module imports matplotlib, which is not a dependency of the package.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from matplotlib.ticker import MaxNLocator
 from verl_sglang_sync.commands.report_files.runs import Run, stage_position
 
 LOG_FROM = 10
-"""The scale is logarithmic if the longest sync took this many times as long as the shortest: the
-first sync of `compiled` makes its plan."""
+"""Ratio of the longest to the shortest sync from which the scale is logarithmic. The first sync of
+`compiled` makes a load plan, and takes longer."""
 
 VISIBLE = 0.004
-"""Stages that are at least this part of the longest bar are named in the legend."""
+"""Part of the longest bar from which a stage is named in the legend."""
 
 
 def draw(runs: Sequence[Run]) -> Figure:
-    """One bar and one line for each run."""
+    """Draw one bar and one line for each run."""
     figure = Figure(figsize=(9, 4.4 + 0.6 * len(runs)), layout="constrained")
     heights = (0.8 + 0.6 * len(runs), 2.6)
     bars, lines = figure.subplots(2, height_ratios=heights)
@@ -54,7 +54,7 @@ def draw(runs: Sequence[Run]) -> Figure:
 
 
 def stage_bars(axes: Axes, labels: Sequence[str], bars: Sequence[Mapping[str, float]]) -> None:
-    """A bar for each label, stacked from its seconds by stage."""
+    """Draw a bar for each label, stacked from seconds by stage."""
     colours = colormaps["tab20"].colors  # type: ignore[attr-defined]
     lefts, longest = [0.0] * len(bars), max(sum(stages.values()) for stages in bars)
     for stage in sorted({name for stages in bars for name in stages}, key=stage_position):
@@ -72,7 +72,7 @@ def stage_bars(axes: Axes, labels: Sequence[str], bars: Sequence[Mapping[str, fl
 
 
 def _names(runs: Sequence[Run]) -> list[str]:
-    """The runs' paths, without the folders that they share."""
+    """Return the runs' paths without the folders that all of them share."""
     paths = [Path(run.name).absolute() for run in runs]
     shared = commonpath([path.parent for path in paths])
     return [str(path.relative_to(shared)) for path in paths]

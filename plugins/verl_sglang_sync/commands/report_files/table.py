@@ -1,8 +1,8 @@
-"""Shows runs side by side: the first sync of each, and the median of the later ones."""
+"""Table of runs side by side: the first sync of each run, and the median of its later syncs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
@@ -10,14 +10,6 @@ from rich.table import Table
 
 from verl_sglang_sync.commands.report_files.runs import ReplicaSync, Run, stage_position
 
-Row = tuple[str, Callable[[ReplicaSync], str]]
-
-TOTALS: tuple[Row, ...] = (
-    ("sleep, wake, sync", lambda sync: _seconds(sync.total_seconds)),
-    ("sync alone", lambda sync: _seconds(sync.sync_seconds)),
-    ("GB of weights", lambda sync: f"{sync.payload_bytes / 1e9:.3g}"),
-    ("GB/s in the sync", lambda sync: _rate(sync)),
-)
 BUCKETS = {
     "buckets": "num_buckets",
     "read in place": "num_pulled",
@@ -30,7 +22,7 @@ BUCKETS = {
 
 
 def table_of(runs: Sequence[Run]) -> Table:
-    """Two columns for every run, under its number in `headings`."""
+    """Make the table, with two columns for every run under the run's number in `headings`."""
     table = Table(box=SIMPLE_HEAD)
     table.add_column("seconds", no_wrap=True)
     columns = []
@@ -45,8 +37,10 @@ def table_of(runs: Sequence[Run]) -> Table:
         cells = (_seconds(sync.shown.get(name)) for sync in columns)
         table.add_row(escape(name.replace("_", " ")), *cells)
     table.add_section()
-    for label, show in TOTALS:
-        table.add_row(label, *map(show, columns))
+    table.add_row("sleep, wake, sync", *(_seconds(sync.total_seconds) for sync in columns))
+    table.add_row("sync alone", *(_seconds(sync.sync_seconds) for sync in columns))
+    table.add_row("GB of weights", *(f"{sync.payload_bytes / 1e9:.3g}" for sync in columns))
+    table.add_row("GB/s in the sync", *map(_rate, columns))
     table.add_section()
     for label, count in BUCKETS.items():
         style = "bold" if label == "buckets" else None
@@ -55,11 +49,11 @@ def table_of(runs: Sequence[Run]) -> Table:
 
 
 def headings(runs: Sequence[Run]) -> Iterator[str]:
-    """The file and mode of each number in the table, and why buckets were not replayed."""
+    """Yield the file and mode of each run, and the reasons why buckets were not replayed."""
     for number, run in enumerate(runs, 1):
         num_replicas = len({line.replica for line in run.lines})
-        each = f" of {num_replicas} replicas, each as the slowest" if num_replicas > 1 else ""
-        yield f"({number}) {run.name}: {run.mode}, {len(run.syncs)} syncs{each}"
+        replicas = f" of {num_replicas} replicas, each as the slowest" if num_replicas > 1 else ""
+        yield f"({number}) {run.name}: {run.mode}, {len(run.syncs)} syncs{replicas}"
         for reason, num_lines in run.eager_reasons.items():
             yield f"    SGLang's load_weights in {num_lines} of {len(run.lines)} lines: {reason}"
 
