@@ -1,7 +1,6 @@
 """Fast weight sync and staged wake-up for verl with SGLang rollouts, switched on by Hydra flags.
 
-The names in `__all__` are public; everything else may change from release to release. They are
-imported when they are first used, since verl loads this package in each of its processes.
+The names in `__all__` are public. All other names may change from release to release.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ _MODULES = {
 }
 
 
+# Import at the first use: verl loads this package in each of its processes.
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

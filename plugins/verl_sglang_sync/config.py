@@ -1,11 +1,11 @@
-"""Settings of one weight sync: the preset's keys, and verl's keys that apply to it.
-
-The presets are `conf/weight_sync/*.yaml`; their keys are exactly the fields of `WeightSyncConfig`
-that apply to the preset's mode. An unknown key is an error.
+"""Settings of one weight sync: the preset's keys, and verl's keys that apply to a sync.
 
     cfg = WeightSyncConfig.from_rollout(config.actor_rollout_ref.rollout)
     if cfg is None:  # no `+weight_sync=...`: verl's own behaviour
         ...
+
+The presets are `conf/weight_sync/*.yaml`. A preset's keys are the fields of `WeightSyncConfig` that
+apply to the preset's mode. An unknown key is an error.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ BUCKET_KEY = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
 MAX_COUNT = (1 << 31) - 1
 
 Seconds = Annotated[
-    float,  # an engine accepts no longer limit
+    float,
     Meta(
         gt=0,
+        # An engine accepts no longer limit.
         le=MAX_TIMEOUT_S,
         description=f"expected a number greater than 0 and at most {MAX_TIMEOUT_S:g}",
     ),
@@ -75,16 +76,17 @@ class WeightSyncConfig:
     `conf/weight_sync/compiled.yaml`.
 
     Attributes:
-        exports_draft: the trainer's export has the draft's weights (verl's `model.mtp.enable`).
-        bucket_bytes: upper limit of one bucket, in bytes (verl's
+        exports_draft: True if the trainer's export has the weights of the draft model (verl's
+            `model.mtp.enable`).
+        bucket_bytes: size limit of a bucket, in bytes (verl's
             `checkpoint_engine.update_weights_bucket_megabytes`).
-        multi_stage_wake_up: True resumes weights, syncs, lets the trainer free its memory and only
-            then resumes the KV cache; False resumes everything before the sync.
-        free_cache_engine: False keeps the engine's memory resident: nothing sleeps.
+        multi_stage_wake_up: True to resume the KV cache after the sync, when the trainer has freed
+            its memory. False to resume everything before the sync.
+        free_cache_engine: False to keep the engine's memory resident, so that nothing sleeps.
     """
 
     num_staging_buffers: ClassVar[int] = 2
-    """A bucket is packed in one while the engine loads the bucket in the other."""
+    """Number of staging buffers. A bucket is packed while the engine loads the other buffer's."""
 
     mode: Mode
     request_timeout_s: Seconds = 600.0
@@ -107,12 +109,13 @@ class WeightSyncConfig:
 
     @property
     def uses_plan(self) -> bool:
-        """True in the mode whose engines replay a load plan; else they run `load_weights`."""
+        """True if engines replay a load plan, False if they run `load_weights`."""
         return self.mode == "compiled"
 
     @property
     def effective_host_backup(self) -> HostBackup:
-        """The host backup of this mode: "auto" needs a load plan."""
+        """The host backup that applies in this mode."""
+        # "auto" needs a load plan: only a plan shows what a sync rewrites.
         return "on" if self.host_backup == "auto" and not self.uses_plan else self.host_backup
 
     @property
@@ -123,7 +126,7 @@ class WeightSyncConfig:
         )
 
     def for_session(self) -> WeightSyncConfig:
-        """These settings; in modes without a load plan, routes that need one are switched off."""
+        """Return these settings, without the routes that need a load plan if the mode has none."""
         if self.uses_plan:
             return self
         return replace(self, read_in_place=False, exchange_shards=False, prove_every_n_syncs=0)
@@ -135,25 +138,25 @@ class WeightSyncConfig:
 
     @classmethod
     def from_rollout(cls, rollout: Any) -> WeightSyncConfig | None:
-        """Read the settings out of verl's rollout config.
+        """Read the settings from verl's rollout config.
 
         Args:
             rollout: `actor_rollout_ref.rollout`, as an OmegaConf node or verl's `RolloutConfig`.
 
         Returns:
-            None if no `+weight_sync=<preset>` was chosen.
+            The settings, or None if no `+weight_sync=<preset>` was chosen.
 
         Raises:
-            ValueError: an unknown key, a wrong type or an impossible value; the message names the
+            ValueError: an unknown key, a wrong type or an impossible value. The message names the
                 key, the value and what is allowed.
         """
         custom = _get(rollout, "custom")
         section = _get(custom, "weight_sync") if custom is not None else None
         if section is None:
             return None
-        keys: dict[str, Any] = {"mode": None}
-        given = _checked_section(section)
-        keys |= {key: given.get(key) for key in given}  # None: Hydra has the key without a value
+        section = _checked_section(section)
+        # `get` returns None for a key whose value Hydra still lacks, and an index raises.
+        keys: dict[str, Any] = {"mode": None} | {key: section.get(key) for key in section}
         megabytes = _get(_get(rollout, "checkpoint_engine"), "update_weights_bucket_megabytes")
         switches = {key: _get(rollout, key) for key in ("multi_stage_wake_up", "free_cache_engine")}
         return cls(
@@ -178,24 +181,30 @@ REMOVED_KEYS = {
     "keep_staging_buffers": "staging buffers are freed after each sync",
     "stale_requests": "use stale_requests_timeout_s, where 0 refuses a request at once",
 }
-"""Keys of earlier releases, and what replaces each."""
+"""Keys of earlier releases, and advice for each."""
 REMOVED_VALUES = {
     ("host_backup", "off"): "use auto, which keeps what no sync is proven to rewrite",
     ("manifest_check", "warn"): "use error, or off to publish without a check",
 }
-"""Values of earlier releases, and what replaces each."""
+"""Values of earlier releases, and advice for each."""
 VERL_KEYS = ("exports_draft", "bucket_bytes", "multi_stage_wake_up", "free_cache_engine")
-"""Settings that are keys of verl's."""
+"""Settings that come from verl's own keys."""
 PRESET_KEYS = [
-    each.name for each in fields(WeightSyncConfig) if each.name not in (*COMPILED_KEYS, *VERL_KEYS)
+    setting.name
+    for setting in fields(WeightSyncConfig)
+    if setting.name not in (*COMPILED_KEYS, *VERL_KEYS)
 ]
 _TYPES = get_type_hints(WeightSyncConfig, include_extras=True)
 _YAML_WORDS = {"host_backup": {True: "on", False: "off"}, "manifest_check": {False: "off"}}
-"""Words that YAML 1.1 reads as true and false."""
+"""Words of settings that YAML 1.1 reads as true or false."""
 
 
 def _read(key: str, value: Any, kind: Any) -> Any:
-    """A value converted by msgspec; `ValueError` names the whole key, value and what is allowed."""
+    """Convert a value to its type.
+
+    Raises:
+        ValueError: names the whole key, the value and what is allowed.
+    """
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError:
@@ -223,7 +232,7 @@ def _setting(section: str, key: str, value: Any) -> Any:
     if isinstance(value, bool):
         value = _YAML_WORDS.get(key, {}).get(value, value)
     if isinstance(value, str) and (key, value) in REMOVED_VALUES:
-        raise ValueError(f"{name}={value!r}: this value was removed; {REMOVED_VALUES[key, value]}")
+        raise ValueError(f"{name}={value!r}: this value was removed ({REMOVED_VALUES[key, value]})")
     return _read(name, value, _TYPES[key])
 
 
@@ -235,10 +244,10 @@ def _limits(key: str, section: Any) -> dict[str, float]:
     for name, value in section.items():
         if name not in LIMITS:
             raise ValueError(
-                f"{key}.{name}={value!r}: unknown operation; allowed: {', '.join(LIMITS)}"
+                f"{key}.{name}={value!r}: unknown operation, allowed: {', '.join(LIMITS)}"
             )
-    given = {name: value for name, value in section.items() if value is not None}
-    return {name: _read(f"{key}.{name}", value, Seconds) for name, value in given.items()}
+    set_limits = {name: value for name, value in section.items() if value is not None}
+    return {name: _read(f"{key}.{name}", value, Seconds) for name, value in set_limits.items()}
 
 
 def _get(node: Any, key: str, default: Any = None) -> Any:
@@ -249,22 +258,27 @@ def _get(node: Any, key: str, default: Any = None) -> Any:
 
 
 def _checked_section(section: Any) -> Mapping[str, Any]:
-    """The section of a preset; raises ValueError if a key is unknown or was removed."""
+    """Return the section of a preset.
+
+    Raises:
+        ValueError: the section is no mapping, or a key is unknown or was removed.
+    """
     if not isinstance(section, Mapping):
         raise ValueError(
-            f"{SECTION}={section!r}: expected a preset's mapping; choose one with "
+            f"{SECTION}={section!r}: expected a preset's mapping. Choose a preset with "
             f"+weight_sync=<{'|'.join(PRESETS)}>"
         )
     allowed = (*PRESET_KEYS, *COMPILED_KEYS)
     for key in section:
-        if key == "router_api_key":  # verl prints its config, and sends it to trackers
+        # verl prints its config, and sends it to trackers. A key must not be in there.
+        if key == "router_api_key":
             raise ValueError(f"{SECTION}.{key}: set the environment variable {KEY_VARIABLE}")
         if key in REMOVED_KEYS:
             raise ValueError(
-                f"{SECTION}.{key}={section[key]!r}: this key was removed; {REMOVED_KEYS[key]}"
+                f"{SECTION}.{key}={section[key]!r}: this key was removed ({REMOVED_KEYS[key]})"
             )
         if key not in allowed:
             raise ValueError(
-                f"{SECTION}.{key}={section[key]!r}: unknown key; allowed: {', '.join(allowed)}"
+                f"{SECTION}.{key}={section[key]!r}: unknown key, allowed: {', '.join(allowed)}"
             )
     return section

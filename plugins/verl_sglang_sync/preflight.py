@@ -1,6 +1,6 @@
-"""Checks a whole recipe before Ray starts: every combination that cannot work is named at once.
+"""Check of a whole recipe before Ray starts. All combinations that cannot work are named at once.
 
-`examine` is pure (it reads the config and nothing else), so `doctor` calls it too.
+`examine` reads nothing but the config, so `doctor` calls it, too.
 """
 
 from __future__ import annotations
@@ -27,19 +27,22 @@ ENGINE = f"{ROLLOUT}.engine_kwargs.sglang"
 DELTAS = "delta_sharded"
 """verl's backend that sends its standalone replicas what has changed."""
 NEVER_SYNCED = ("NGRAM", "DFLASH")
-"""Algorithms of speculative decoding with which SGLang updates only the target."""
+"""Algorithms of speculative decoding with which SGLang updates only the target model."""
 
 
 class RecipeError(ValueError):
-    """The recipe asks for something that the weight sync cannot do; lists every problem found."""
+    """A recipe with which the weight sync cannot run. The message lists every problem."""
 
 
 def examine(config: DictConfig) -> tuple[WeightSyncConfig | None, list[str]]:
-    """Check a composed recipe. Returns its settings, if it has a preset, and remarks that are no
-    errors: flags without effect, a draft model that is not synced.
+    """Check a composed recipe.
+
+    Returns:
+        The recipe's settings, or None without a preset. Then remarks that are no errors, as on
+        flags without effect, or on a draft model that is not synced.
 
     Raises:
-        RecipeError: with one line per problem: key, value, and what is allowed.
+        RecipeError: has one line for each problem, with key, value, and what is allowed.
     """
     rollout = OmegaConf.select(config, ROLLOUT)
     if rollout is None:
@@ -57,7 +60,7 @@ def examine(config: DictConfig) -> tuple[WeightSyncConfig | None, list[str]]:
 
 
 def check_recipe(config: DictConfig) -> WeightSyncConfig | None:
-    """`examine`, and log the remarks as warnings."""
+    """Check a recipe as `examine` does, log the remarks as warnings, and return the settings."""
     settings, remarks = examine(config)
     for remark in remarks:
         logger.warning("%s", remark)
@@ -65,12 +68,12 @@ def check_recipe(config: DictConfig) -> WeightSyncConfig | None:
 
 
 def _without_preset(config: DictConfig, rollout: DictConfig) -> Iterator[str]:
-    """Refuse settings that need a preset, and remark on others that are ignored without one."""
+    """Refuse settings that need a preset, and yield remarks on settings that are ignored."""
     value = OmegaConf.select(config, "weight_sync")
-    if value is not None:  # where Hydra does not find our config group
+    if value is not None:
         raise RecipeError(
             f"weight_sync={value!r}: Hydra added a plain value, because it did not find the "
-            "presets of verl-sglang-sync; see `verl-sglang-sync doctor`"
+            "presets of verl-sglang-sync. Run `verl-sglang-sync doctor`"
         )
     if OmegaConf.select(rollout, "checkpoint_engine.backend") == DISAGGREGATED_BACKEND:
         raise RecipeError(
@@ -78,8 +81,8 @@ def _without_preset(config: DictConfig, rollout: DictConfig) -> Iterator[str]:
         )
     if rollout.get("multi_stage_wake_up") and rollout.get("name") == "sglang":
         yield (
-            f"{ROLLOUT}.multi_stage_wake_up=True is read by verl-sglang-sync only together with "
-            "+weight_sync=<preset>; without it verl's own wake-up order applies"
+            f"{ROLLOUT}.multi_stage_wake_up=True has no effect without +weight_sync=<preset>: "
+            "verl's own wake-up order applies"
         )
 
 
@@ -101,13 +104,13 @@ def _remarks(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]:
     if algorithm and settings.draft_weights == "auto" and not settings.exports_draft:
         yield (
             f"speculative decoding ({algorithm}): no sync changes the draft model, because the "
-            f"trainer does not have it ({MODEL}.mtp.enable=False); {SECTION}.draft_weights=synced "
-            "loads every sync into it, too"
+            f"trainer does not have the draft's weights ({MODEL}.mtp.enable=False). Set "
+            f"{SECTION}.draft_weights=synced to load every sync into the draft model, too"
         )
 
 
 def _draft_algorithm(config: DictConfig) -> str | None:
-    """The algorithm of speculative decoding, if it has a draft model that can be synced."""
+    """Return the algorithm of speculative decoding, or None without a draft model to sync."""
     algorithm = OmegaConf.select(config, f"{ENGINE}.speculative_algorithm")
     if OmegaConf.select(config, f"{MODEL}.mtp.enable_rollout"):
         algorithm = OmegaConf.select(config, f"{MODEL}.mtp.speculative_algorithm")
@@ -173,7 +176,8 @@ def _check_deltas(config: DictConfig, settings: WeightSyncConfig) -> Iterator[st
 
 
 def _check_counts(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]:
-    """Numbers of nodes and GPUs, which a shell variable that was not set leaves empty."""
+    """Check the numbers of nodes and GPUs."""
+    # A recipe's shell variable that is not set leaves a number empty.
     sections = ["trainer"]
     if OmegaConf.select(config, BACKEND_KEY) == DISAGGREGATED_BACKEND:
         sections.append(ROLLOUT)
@@ -186,14 +190,14 @@ def _check_counts(config: DictConfig, settings: WeightSyncConfig) -> Iterator[st
 
 
 def _check_disaggregated(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]:
-    """Recipes that do not work with the disaggregated backend, or need it."""
+    """Check settings that need the disaggregated backend, or exclude it."""
     backend = OmegaConf.select(config, BACKEND_KEY)
     trainer = OmegaConf.select(config, "trainer.v1.trainer_mode")
     if backend != DISAGGREGATED_BACKEND:
         if backend in (None, "naive") and trainer == "separate_async":
             yield (
-                f"trainer.v1.trainer_mode='separate_async' with {BACKEND_KEY}={backend!r}: its "
-                "rollouts have GPUs of their own; use +weight_sync=disaggregated"
+                f"trainer.v1.trainer_mode='separate_async' with {BACKEND_KEY}={backend!r}: the "
+                "rollouts of this trainer have GPUs of their own. Use +weight_sync=disaggregated"
             )
         return
     stages = OmegaConf.select(config, f"{ROLLOUT}.pipeline_model_parallel_size")
@@ -207,7 +211,7 @@ def _check_disaggregated(config: DictConfig, settings: WeightSyncConfig) -> Iter
     if hybrid and trainer not in (None, "separate_async"):
         yield (
             f"trainer.v1.trainer_mode={trainer!r} with {BACKEND_KEY}={DISAGGREGATED_BACKEND!r}: "
-            "allowed: 'separate_async'; where trainer and rollout share their GPUs use "
+            "allowed: 'separate_async'. If trainer and rollout share their GPUs, use "
             "+weight_sync=flattened or +weight_sync=compiled"
         )
 
@@ -219,7 +223,7 @@ def _check_graphs(config: DictConfig, settings: WeightSyncConfig) -> Iterator[st
         if OmegaConf.select(config, key) == value:
             yield (
                 f"{key}={value} with {SECTION}.release_cuda_graphs=True: SGLang makes no graphs "
-                "that can be released; allowed: another value, or release_cuda_graphs=False"
+                "that can be released. Allowed: another value, or release_cuda_graphs=False"
             )
 
 
@@ -235,41 +239,42 @@ _NO_GRAPHS_TO_RELEASE = (
 
 
 SLEEP_KEYS = ("host_backup", "release_cuda_graphs")
-"""Keys of engines whose weights sleep."""
+"""Keys that apply only to engines whose weights sleep."""
 
 SYNC_KEYS = (
     *("timeouts_s", "manifest_check", "prove_every_n_syncs", "on_fallback"),
     *("read_in_place", "exchange_shards", "draft_weights"),
 )
-"""Keys that apply to every sync of ours, and not to verl's own update. `report_file` is not among
-them: one that stays empty does no harm, and the log says why."""
+"""Keys that apply to every sync of ours, and not to verl's own update. Without `report_file`, which
+does no harm: the file stays empty, and the log has the reason."""
 
 
 def _keys_without_effect(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]:
-    """Yield each key without effect in this recipe, if the user has set it, and the reason."""
+    """Yield each key that the user has set without effect in this recipe, with the reason."""
     backend = OmegaConf.select(config, BACKEND_KEY)
     has_hybrid = OmegaConf.select(config, "actor_rollout_ref.hybrid_engine") is not False
     without_effect: list[tuple[str, Sequence[str]]] = []
     if backend not in (None, "naive") and not has_hybrid:
-        others = () if backend == DISAGGREGATED_BACKEND else SYNC_KEYS
-        why = f"{BACKEND_KEY}={backend!r} with hybrid_engine=False"
-        without_effect.append((why, (*SLEEP_KEYS, *others)))
+        sync_keys = () if backend == DISAGGREGATED_BACKEND else SYNC_KEYS
+        reason = f"{BACKEND_KEY}={backend!r} with hybrid_engine=False"
+        without_effect.append((reason, (*SLEEP_KEYS, *sync_keys)))
     elif not settings.free_cache_engine:
         without_effect.append(("free_cache_engine=False: nothing sleeps", SLEEP_KEYS))
     elif _serves_adapter(config):
         without_effect.append(("a LoRA adapter is served: the weights never sleep", SLEEP_KEYS))
     if not _draft_algorithm(config):
-        why = "no speculative decoding with a draft model that SGLang updates"
-        without_effect.append((why, ("draft_weights",)))
+        reason = "no speculative decoding with a draft model that SGLang updates"
+        without_effect.append((reason, ("draft_weights",)))
     if settings.mode != "compiled":
         without_effect.append((f"mode={settings.mode!r}", COMPILED_KEYS))
+    # A key that has its default value was not set, or needs no remark.
     default = WeightSyncConfig(
         mode=settings.mode, bucket_bytes=1, multi_stage_wake_up=True, free_cache_engine=True
     )
-    reasons = {key: why for why, keys in without_effect for key in keys}
-    for key, why in reasons.items():
+    reasons = {key: reason for reason, keys in without_effect for key in keys}
+    for key, reason in reasons.items():
         if (value := getattr(settings, key)) != getattr(default, key):
-            yield f"{key}={value!r} ({why})"
+            yield f"{key}={value!r} ({reason})"
 
 
 _CHECKS: tuple[Callable[[DictConfig, WeightSyncConfig], Iterator[str]], ...] = (
@@ -282,12 +287,10 @@ _CHECKS: tuple[Callable[[DictConfig, WeightSyncConfig], Iterator[str]], ...] = (
 
 
 def with_recipe_check(validate_config: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap verl's `validate_config(config, ...)` so that `check_recipe` runs first.
+    """Wrap verl's `validate_config(config, ...)` so that `check_recipe` runs first."""
 
-    verl offers no hook between composing a recipe and `ray.init`; every trainer entry point calls
-    `validate_config` there, so this is the narrowest place.
-    """
-
+    # verl has no hook between the composition of a recipe and `ray.init`. Every trainer entry point
+    # calls `validate_config` there, so this is the narrowest place.
     def validate(config: DictConfig, *args: Any, **kwargs: Any) -> Any:
         check_recipe(config)
         return validate_config(config, *args, **kwargs)

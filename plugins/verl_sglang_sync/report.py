@@ -19,10 +19,11 @@ from sglang_loader.common.session.messages import MAKING_PLAN
 from sglang_loader.common.stage_costs import StageCosts
 
 logger = logging.getLogger(__name__)
-logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))  # as verl's own: one line for each sync
+logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))  # verl's variable, one line for each sync
 
 MAX_KEPT = 0.1
-"""Part of the weights that the host may keep without a warning: buffers that no sync rewrites."""
+"""Part of the weights that the host may keep without a warning, for buffers that no sync
+rewrites."""
 
 COUNTED = ("buckets", "pulled", "exchanged", "sent", "replayed", "eager")
 METRICS = "weight_sync"
@@ -32,9 +33,9 @@ PROVEN = f"{METRICS}/proven"
 
 @dataclass(kw_only=True)
 class SyncReport:
-    """Accounting of one sync of one replica, as its leading rank saw it.
+    """Figures of one sync of one replica, collected by the replica's leading rank.
 
-    The fields, and the stages whose seconds are in `seconds`, are those of docs/report.md.
+    docs/report.md explains the fields, and the stages of `seconds`.
     """
 
     mode: str
@@ -61,7 +62,7 @@ class SyncReport:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Add the time of the body to stage `name`."""
+        """Add the seconds of the body to stage `name`."""
         self.started_at.setdefault(name, time.time())
         started = time.perf_counter()
         try:
@@ -71,51 +72,51 @@ class SyncReport:
             self.seconds[name] = self.seconds.get(name, 0.0) + spent
 
     def count_bucket(self, num_tensors: int, payload_bytes: int) -> None:
+        """Count a bucket, its tensors and its bytes."""
         self.num_buckets += 1
         self.num_tensors += num_tensors
         self.payload_bytes += payload_bytes
 
     def restart(self) -> None:
-        """Reset all counts, as the sync is made again; seconds add up."""
+        """Reset all counts for a sync that is made again. Seconds go on adding up."""
         for counts in fields(self):
             if counts.type == "int":
                 setattr(self, counts.name, 0)
 
     def add_costs(self, name: str, costs: StageCosts | None) -> None:
-        """Add the costs of a stage in the engine, if it has sent any."""
+        """Add an engine's costs of a stage, if the engine has sent any."""
         if costs:
             self.stages[name] = {**self.stages.get(name, {}), **costs}
 
     def metrics(self) -> dict[str, float]:
-        """The report as metrics of a training step: seconds by stage, gigabytes and counts."""
+        """Return the metrics of a training step: seconds by stage, gigabytes and counts."""
         host_bytes = [
             sum(cost["host_bytes"]) for costs in self.stages.values() for cost in costs.values()
         ]
-        found: dict[str, float] = {
+        metrics: dict[str, float] = {
             **{f"{stage}_s": spent for stage, spent in self.seconds.items()},
             "gigabytes": self.payload_bytes / 1e9,
             "staging_gigabytes": self.staging_bytes / 1e9,
             "host_gigabytes": max(host_bytes, default=0) / 1e9,
-            **{f"num_{what}": getattr(self, f"num_{what}") for what in COUNTED},
+            **{f"num_{unit}": getattr(self, f"num_{unit}") for unit in COUNTED},
         }
         if self.is_proven is not None:
-            found["proven"] = float(self.is_proven)
+            metrics["proven"] = float(self.is_proven)
         if spent := self.seconds.get("sync"):
-            found["gigabytes_per_s"] = self.payload_bytes / 1e9 / spent
-        return {f"{METRICS}/{name}": value for name, value in found.items()}
+            metrics["gigabytes_per_s"] = self.payload_bytes / 1e9 / spent
+        return {f"{METRICS}/{name}": value for name, value in metrics.items()}
 
     def publish(self, report_file: str | None) -> None:
-        """Log the report, and append it as one JSON line to `report_file`, if any.
-
-        Each reason why the sync was slower than it could be is one warning here, since verl
-        launches SGLang's processes, which find it, at log level "error".
-        """
+        """Log the report, and append it as one JSON line to `report_file`, if there is one."""
         logger.info("weight sync: %s", self)
+        # SGLang's processes find the reasons for a slow sync. They cannot log a warning, because
+        # verl launches them at log level "error".
         if self.num_replayed and self._kept_on_host > MAX_KEPT:
             warn_once(
                 f"weight sync: the engine copies {self._kept_on_host:.0%} of its weights to the "
-                "host when it sleeps, though a load plan holds: all with host_backup=on, else what "
-                "the plan does not rewrite, such as a draft model"
+                "host when it sleeps, which takes time and host memory. With host_backup=on it "
+                "copies all weights, with host_backup=auto those that the load plan does not "
+                "rewrite, such as a draft model"
             )
         if self.eager_reason not in (None, MAKING_PLAN):
             warn_once(
@@ -128,28 +129,29 @@ class SyncReport:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with path.open("ab") as file:
                     file.write(msgspec.json.encode(self) + b"\n")
-            # A full disk, or no home folder on this host: no reason to end a training.
+            # A full disk, or no home folder on this host, must not end a training.
             except (OSError, RuntimeError) as error:
                 warn_once(f"weight sync: nothing is added to report_file={report_file!r}: {error}")
 
     @property
     def _kept_on_host(self) -> float:
-        """The part of the weights that the host held a copy of after the last release."""
+        """Part of the weights of which the host held a copy after the last release."""
         costs = self.stages.get("release", {}).get("weights", {})
         gpu_bytes = sum(costs.get("gpu_bytes", ()))
         return sum(costs.get("host_bytes", ())) / gpu_bytes if gpu_bytes else 0.0
 
     def __str__(self) -> str:
         spent = self.seconds.get("sync", 0.0)
-        who = "" if self.replica is None else f", replica {self.replica}"
+        replica = "" if self.replica is None else f", replica {self.replica}"
         return (
-            f"{self.mode}{who}, version {self.weight_version}: {self.payload_bytes / 1e9:.3g} GB "
-            f"in {spent:.3g} s, {self.num_buckets} buckets{self._route}{self._proof}{self._memory}"
+            f"{self.mode}{replica}, version {self.weight_version}: "
+            f"{self.payload_bytes / 1e9:.3g} GB in {spent:.3g} s, {self.num_buckets} buckets"
+            f"{self._route}{self._proof}{self._memory}"
         )
 
     @property
     def _route(self) -> str:
-        """Buckets by route, and by how they were loaded."""
+        """Numbers of buckets by route, and by load plan or `load_weights`, as text."""
         counts = (
             (self.num_pulled, "read in the trainer's memory"),
             (self.num_exchanged, "exchanged"),
@@ -158,7 +160,7 @@ class SyncReport:
             (self.num_replayed, "replayed"),
             (self.num_eager, "loaded by load_weights"),
         )
-        return "".join(f", {num} {how}" for num, how in counts if num)
+        return "".join(f", {num} {label}" for num, label in counts if num)
 
     @property
     def _proof(self) -> str:
@@ -171,16 +173,16 @@ class SyncReport:
         """Seconds of sleep and wake-up around the sync."""
         sleep = self.seconds.get("release", 0.0)
         wake = sum(spent for name, spent in self.seconds.items() if name.startswith("resume_"))
-        return f"; sleep {sleep:.3g} s, wake-up {wake:.3g} s" if sleep or wake else ""
+        return f", sleep {sleep:.3g} s, wake-up {wake:.3g} s" if sleep or wake else ""
 
 
 def log_remarks(reply: Any) -> None:
-    """Log an engine's remarks in its reply to an update, each once."""
+    """Log the remarks in an engine's reply to an update, each remark once."""
     for remark in remarks_in(str(reply.get("message"))):
         warn_once(remark)
 
 
 @functools.cache
 def warn_once(text: str) -> None:
-    """Log a warning, unless this process has already logged the same text."""
+    """Log a warning, unless this process has logged the same text before."""
     logger.warning("%s", text)

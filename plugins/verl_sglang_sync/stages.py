@@ -1,9 +1,7 @@
 """Memory tags of SGLang, and the order in which they are released and resumed.
 
 `cuda_graph` is the memory of the decoding graphs. With `release_cuda_graphs` our replica launches
-SGLang with those graphs under the memory saver. Otherwise they stay resident. Tags before the sync
-are resumed with the weights (verl's `resume(tags=["weights"])`). Tags after the sync are resumed
-with the KV cache, when the trainer has freed its memory (`resume(tags=["kv_cache"])`).
+SGLang with these graphs under the memory saver. Otherwise the graphs stay resident.
 """
 
 from __future__ import annotations
@@ -22,8 +20,9 @@ class StageOrder:
 
     Attributes:
         sleep: tags to release.
-        before_sync: tags to resume before the sync.
-        after_sync: tags to resume after the sync.
+        before_sync: tags to resume before the sync, at verl's `resume(tags=["weights"])`.
+        after_sync: tags to resume after the sync, when the trainer has freed its memory, at verl's
+            `resume(tags=["kv_cache"])`.
     """
 
     sleep: tuple[str, ...]
@@ -32,6 +31,7 @@ class StageOrder:
 
     @property
     def wake(self) -> tuple[str, ...]:
+        """The tags to resume in order, with the sync between them."""
         return (*self.before_sync, SYNC, *self.after_sync)
 
 

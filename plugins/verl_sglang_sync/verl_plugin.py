@@ -1,8 +1,4 @@
-"""Entry point `verl.plugins`: verl imports this module in every process that imports verl.
-
-verl logs a plugin's import error at DEBUG and goes on without it, so a user would train without the
-weight sync they asked for. So the error is logged here before it is raised.
-"""
+"""Entry point `verl.plugins`: verl imports this module in every process that imports verl."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ ROLLOUT_CLASS = "verl_sglang_sync.verl.rollout.WeightSyncRollout"
 
 
 def register() -> None:
-    """Put our classes into verl's registries; each is verl's own until a preset is chosen."""
+    """Put our classes into verl's registries. Without a preset they behave as verl's own."""
     if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
         from verl_sglang_sync.verl import cpu_platform
 
@@ -32,7 +28,7 @@ def register() -> None:
     verls_loader = replica.RolloutReplicaRegistry._registry["sglang"]
 
     def load_replica() -> type[Any]:
-        verls_loader()  # verl prepares the process for SGLang here
+        verls_loader()  # verl's loader prepares the process for SGLang
         from verl_sglang_sync.verl.replica import WeightSyncReplica
 
         return WeightSyncReplica
@@ -44,5 +40,7 @@ def register() -> None:
 try:
     register()
 except Exception:
-    logger.exception("verl-sglang-sync failed to load; +weight_sync=... would have no effect")
+    # verl logs a plugin's import error at DEBUG and goes on without the plugin. A user would train
+    # without the weight sync that the recipe names.
+    logger.exception("verl-sglang-sync failed to load, so +weight_sync=... would have no effect")
     raise

@@ -49,7 +49,7 @@ def test_verl_and_sglang_go_on_but_the_errors_are_seen(processes):
     assert "so does SGLang" in result.stdout
     for text in (
         "ERROR",
-        "verl-sglang-sync failed to load; +weight_sync=... would have no effect",
+        "verl-sglang-sync failed to load, so +weight_sync=... would have no effect",
         "ImportError: verl_sglang_sync.preflight is broken on purpose",
         "verl-sglang-sync could not register its SGLang hooks. Weight sync is off",
         "ImportError: sglang_loader.hooks.weights is broken on purpose",

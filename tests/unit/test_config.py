@@ -84,19 +84,19 @@ ALL_KEYS = (*PRESET_KEYS, *COMPILED_KEYS)
 OPERATIONS = ", ".join(LIMITS)
 IN_SECTION = {  # key: values, and what is allowed
     "prove_every_n_syncs": ((-1, 1.5, True, "2"), "whole number from 0"),
-    "keep_staging_buffers": ((True, False), "removed; staging buffers are freed after each sync"),
+    "keep_staging_buffers": ((True, False), "removed (staging buffers are freed after each sync"),
     "read_in_place": ((0, "no", None), "allowed: true, false"),
     "exchange_shards": ((1, "fsdp", None), "allowed: true, false"),
     "mode": (("fastest", "Flattened", "", None, 1), "allowed: flattened, compiled"),
     "request_timeout_s": ((0, -1, 0.0, True, "60", None, 86_401, math.inf, math.nan), A_NUMBER),
     **{f"timeouts_s.{name}": ((0, "60", math.inf), A_NUMBER) for name in LIMITS},
-    "timeouts_s.updates": ((5,), f"unknown operation; allowed: {OPERATIONS}"),
+    "timeouts_s.updates": ((5,), f"unknown operation, allowed: {OPERATIONS}"),
     "timeouts_s": ((5,), f"expected seconds by operation: {OPERATIONS}"),
     "report_file": (("", 3, False), "expected a file path or null"),
     "host_backup": (("Auto", "", None, 1), "allowed: auto, on"),
     "release_cuda_graphs": ((1, "true", None), "allowed: true, false"),
-    "sleep_order": (([],), "this key was removed; use release_cuda_graphs=true"),
-    "wake_order": (("weights",), "this key was removed; use release_cuda_graphs=true"),
+    "sleep_order": (([],), "this key was removed (use release_cuda_graphs=true"),
+    "wake_order": (("weights",), "this key was removed (use release_cuda_graphs=true"),
     "stale_requests_timeout_s": ((-1, "60", None), "expected a number of at least 0 and at most 8"),
     "stale_requests": (("wait", "refuse"), "use stale_requests_timeout_s, where 0 refuses a req"),
     "manifest_check": (("Error", "", None, 0, True), "allowed: error, off"),
@@ -105,8 +105,8 @@ IN_SECTION = {  # key: values, and what is allowed
         ("", "10.0.0.1:30000", "ftp://h", "http://::1:30000", 30000),
         "expected a URL such as http://10.0.0.1:30000",
     ),
-    "bucket_mb": ((3,), f"unknown key; allowed: {', '.join(ALL_KEYS)}"),
-    "Mode": (("flattened",), f"unknown key; allowed: {', '.join(ALL_KEYS)}"),
+    "bucket_mb": ((3,), f"unknown key, allowed: {', '.join(ALL_KEYS)}"),
+    "Mode": (("flattened",), f"unknown key, allowed: {', '.join(ALL_KEYS)}"),
 }
 REFUSED = {
     **{f"{SECTION}.{key}": found for key, found in IN_SECTION.items()},
@@ -216,7 +216,7 @@ def test_on_and_off_are_read_also_where_yaml_makes_them_booleans():
 @pytest.mark.parametrize(("key", "value"), REMOVED_VALUES)
 def test_a_value_that_was_removed_names_what_replaces_it(key, value):
     config = rollout(**{f"custom__weight_sync__{key}": value})
-    said = f"{SECTION}.{key}={value!r}: this value was removed; use "
+    said = f"{SECTION}.{key}={value!r}: this value was removed (use "
     with pytest.raises(ValueError, match=re.escape(said)):
         WeightSyncConfig.from_rollout(config)
 

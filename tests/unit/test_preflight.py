@@ -126,7 +126,7 @@ BAD = {
     "no GPUs": ({"trainer.n_gpus_per_node": 0}, ["trainer.n_gpus_per_node=0: expected a whole"]),
     "rollouts elsewhere": (
         {"trainer.v1.trainer_mode": "separate_async"},
-        ["trainer.v1.trainer_mode='separate_async' with", "use +weight_sync=disaggregated"],
+        ["trainer.v1.trainer_mode='separate_async' with", "Use +weight_sync=disaggregated"],
     ),
     "a loader that is no list": ({LOADER: "a.b"}, [f"{LOADER}='a.b': expected a list of dotted"]),
     "graphs that are not there": (
@@ -169,7 +169,7 @@ def test_a_config_without_a_rollout_is_left_alone():
 @pytest.mark.parametrize(
     ("preset", "changes", "warning"),
     (
-        (None, {"multi_stage_wake_up": True}, "is read by verl-sglang-sync only together with"),
+        (None, {"multi_stage_wake_up": True}, "has no effect without +weight_sync"),
         (None, {"multi_stage_wake_up": True, "name": "vllm"}, None),
         (None, {}, None),
         (

@@ -61,7 +61,7 @@ def test_the_log_line_tells_the_route_and_the_seconds_around_it():
     told.seconds |= {"release": 0.25, "resume_weights": 0.125, "resume_kv_cache": 0.125}
     assert str(told) == (
         "compiled, replica 0, version None: 4 GB in 0.5 s, 3 buckets, 2 read in the trainer's "
-        "memory, 2 replayed, 1 loaded by load_weights; sleep 0.25 s, wake-up 0.25 s"
+        "memory, 2 replayed, 1 loaded by load_weights, sleep 0.25 s, wake-up 0.25 s"
     )
     assert str(SyncReport(mode="sglang_sync/flattened", replica=None)).startswith(
         "sglang_sync/flattened, version None: 0 GB"
