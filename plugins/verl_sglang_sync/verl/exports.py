@@ -1,8 +1,9 @@
-"""Wraps verl's exports so that they can be repeated (`sources.export.Reexport`), and finds the
-parameters that they read: FSDP2's module state, FSDP1's flat parameters (`flat_parameters`), or for
-Megatron-Bridge the rank's own.
+"""Wrapper of verl's exports that makes them repeatable (`sources.export.Reexport`).
 
-The bridge has a list of conversion tasks, each for a parameter of this pipeline stage or for none.
+The wrapper also finds the sources of an export: FSDP2's module state, FSDP1's flat parameters
+(`flat_parameters`), or for Megatron-Bridge this rank's parameters.
+
+The bridge has a list of conversion tasks. A task has a parameter of this pipeline stage, or none.
 verl makes the list in the first export.
 """
 
@@ -29,11 +30,9 @@ _METHOD = "get_per_tensor_param"
 
 
 def make_exports_repeatable() -> None:
-    """Have verl's training engines in this process return exports that can be repeated.
-
-    verl passes the result of `get_per_tensor_param` to the rollout, and nothing else of the engine,
-    so that method is wrapped, once, in all classes that define it. Only called with a preset.
-    """
+    """Make verl's training engines in this process return exports that can be repeated."""
+    # verl passes the result of `get_per_tensor_param` to the rollout, and nothing else of the
+    # engine. So wrap that method, once, in all classes that define it.
     from verl.workers.engine.base import BaseEngine
 
     for engine in _subclasses(BaseEngine):
@@ -50,8 +49,9 @@ def _repeatable(method: Callable[..., Any]) -> Callable[..., Any]:
         repeat = functools.partial(_weights_of, method, engine, *args, **kwargs)
         if is_verls_fsdp(method) and (own := _without_a_call(engine, repeat)) is not None:
             return own, None
-        # verl's call in disaggregated mode. With an adapter FSDP gathers all base weights in this
-        # call: here that is deferred until they are iterated over.
+        # Without arguments: verl's call in disaggregated mode. With an adapter FSDP gathers all
+        # base weights in this call. Ask for the adapter alone, and gather when the export is
+        # iterated.
         is_lazy = not args and not kwargs and _has_adapter(engine)
         if is_lazy:
             kwargs = {"base_sync_done": True}
@@ -59,7 +59,11 @@ def _repeatable(method: Callable[..., Any]) -> Callable[..., Any]:
         if peft_config is not None:
             _check_adapter(engine, peft_config)
         if is_lazy and peft_config is not None:
-            return Reexport(repeat, adapter=lambda: (weights, peft_config)), peft_config
+
+            def adapter_export() -> tuple[Iterable[NamedTensor], dict[str, Any]]:
+                return weights, peft_config
+
+            return Reexport(repeat, adapter=adapter_export), peft_config
         if is_repeatable(weights):
             return weights, peft_config
         adapter = None
@@ -83,10 +87,9 @@ def _weights_of(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterab
 
 
 def _sources_of(method: Callable[..., Any], engine: Any) -> Sources | None:
-    """The parameters that an engine's export reads; None if that is not known. A class of the
-    user's own may keep tensors, say an average of the weights; a traced run of its export would
-    give it some without memory.
-    """
+    """Return the sources of an engine's export, or None if they are not known."""
+    # A class of the user's own may keep tensors, say an average of the weights. A traced run of its
+    # export would leave tensors without memory there.
     if not method.__module__.startswith("verl."):
         return None
     module = getattr(engine, "module", None)
@@ -96,15 +99,16 @@ def _sources_of(method: Callable[..., Any], engine: Any) -> Sources | None:
 
 
 def is_verls_fsdp(method: Callable[..., Any]) -> bool:
-    """True if a `get_per_tensor_param` is that of verl's FSDP engine."""
+    """Return True if a `get_per_tensor_param` is that of verl's FSDP engine."""
     from verl.workers.engine import FSDPEngine
 
     return method is inspect.unwrap(FSDPEngine.get_per_tensor_param)
 
 
 def _without_a_call(engine: Any, repeat: Callable[[], Iterable[NamedTensor]]) -> Reexport | None:
-    """The export of an FSDP engine of verl's whose method would gather, or load, all weights as
-    soon as it is called; None for others.
+    """Make the export of an FSDP engine without a call of verl's method, or return None.
+
+    Merged adapters and FSDP1 need this. verl's method would load, or gather, all weights at once.
     """
     if _has_adapter(engine):
         from verl_sglang_sync.verl.merged_lora import merged_export  # imports PEFT
@@ -116,8 +120,9 @@ def _without_a_call(engine: Any, repeat: Callable[[], Iterable[NamedTensor]]) ->
 
 
 def flat_parameters(engine: Any) -> FlatParameters | None:
-    """The sources of an export under FSDP1, which gathers all weights as soon as it is called; None
-    where that adds to them.
+    """Return the sources of an export under FSDP1, or None for another engine.
+
+    None, too, if the export has more than the parameters: an adapter, or quantised weights.
     """
     module = engine.module
     if not isinstance(module, FullyShardedDataParallel):
@@ -128,12 +133,12 @@ def flat_parameters(engine: Any) -> FlatParameters | None:
 
 
 def _has_adapter(engine: Any) -> bool:
-    """True if an FSDP engine's module has LoRA adapters."""
+    """Return True if an FSDP engine's module has LoRA adapters."""
     return hasattr(_unwrapped(engine), "peft_config")
 
 
 def _unwrapped(engine: Any) -> Any:
-    """An engine's module, without FSDP1 around it."""
+    """Return an engine's module, without FSDP1's wrapper."""
     module = getattr(engine, "module", None)
     return getattr(module, "_fsdp_wrapped_module", module)
 
@@ -145,28 +150,25 @@ def _check_adapter(engine: Any, peft_config: dict[str, Any]) -> None:
 
 
 def _empties_storages(engine: Any) -> bool:
-    """True if offloading parameters frees the memory of their storages, as verl's Megatron engine
-    does: a live storage may then have no memory, and SGLang must not keep it mapped.
-    """
+    """Return True if offloading frees the memory of the parameters' storages."""
+    # verl's Megatron engine does so. A live storage may then have no memory, and SGLang must not
+    # keep the memory mapped.
     module = getattr(engine, "module", None)
     return isinstance(module, list) and bool(getattr(engine, "is_param_offload_enabled", False))
 
 
 def _copied(weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-    """Copies of weights whose memory changes after the export."""
+    """Copy each weight, because its memory changes after the export."""
     for name, tensor in weights:
         yield name, tensor.clone()
-        del tensor
+        del tensor  # frees the memory for the next tensor
 
 
 def _unfused_copies(engine: Any, weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-    """Take the experts of verl's own export of merged adapters apart, as verl's other exports do.
-
-    verl merges into the module's parameters, and on one rank `full_tensor` may return these
-    uncopied.
-    """
+    """Take apart the experts in verl's export of merged adapters, as its other exports do."""
     from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
+    # verl merges into the module's parameters. On one rank `full_tensor` may return these uncopied.
     yield from unfuse_moe_params(_copied(weights), engine.model_config.hf_config.model_type)
 
 
@@ -177,7 +179,7 @@ def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
 
 
 def bridge_sources(engine: Any) -> BridgeSources | None:
-    """The sources of an export that only Megatron-Bridge makes; None for other exports."""
+    """Return the sources of an export by Megatron-Bridge alone, or None for any other export."""
     is_bridged = getattr(engine, "vanilla_bridge", True) is False
     adds_to_it = engine.peft_cls is not None or engine._qat_enabled if is_bridged else True
     if adds_to_it or getattr(engine.bridge, "export_weight_dtype", None) == "fp8":
@@ -186,10 +188,13 @@ def bridge_sources(engine: Any) -> BridgeSources | None:
 
 
 class BridgeSources:
-    """A rank's parameters, by virtual pipeline stage and local name, which its peers use too."""
+    """Sources that list a rank's parameters, by virtual pipeline stage and local name.
+
+    Ranks that hold parts of the same parameter have the same name for it.
+    """
 
     needs_an_export = True
-    """The bridge's mappings keep what the ranks tell each other in the first conversion."""
+    """A trace needs what the ranks send each other in the first export, and the bridge keeps."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -200,9 +205,15 @@ class BridgeSources:
         return bool(self._engine.is_param_offload_enabled)
 
     def __call__(self) -> Mapping[str, torch.Tensor]:
+        """List this rank's parameters by name."""
         return {_source(task): task.param_weight for task in self._tasks()}
 
     def trace(self, device: torch.device) -> TracedExport:
+        """Trace the conversions of this rank's parameters.
+
+        Raises:
+            NotTraceable: an exported tensor is no strided set of the parameters' bytes.
+        """
         conversions = (
             Conversion(_source(task), _kind(task), task.param_weight, self._converter(task))
             for task in self._tasks()
@@ -217,11 +228,11 @@ class BridgeSources:
 
     def _converter(self, task: Any) -> Callable[[torch.Tensor], Iterable[NamedTensor]]:
         def convert(tensor: torch.Tensor) -> Iterable[NamedTensor]:
-            given = dataclasses.replace(task, param_weight=tensor)
+            task_of_tensor = dataclasses.replace(task, param_weight=tensor)
             exported: Iterable[NamedTensor] = self._engine.bridge.export_hf_weights(
                 self._engine.module,
                 show_progress=False,
-                conversion_tasks=[given],
+                conversion_tasks=[task_of_tensor],
                 merge_adapter_weights=False,  # there are none
             )
             return exported
@@ -234,6 +245,6 @@ def _source(task: Any) -> str:
 
 
 def _kind(task: Any) -> object:
-    """Equal for tasks that the bridge converts with the same code."""
+    """Return a value that is equal for tasks that the bridge converts with the same code."""
     name = re.sub(r"\d+", "#", task.param_name)
     return name, type(task.mapping), type(task.megatron_module), task.pp_rank
