@@ -49,7 +49,7 @@ from verl_sglang_sync.routes.shards.exchange_plan import (  # noqa: E402
     received,
     total_nbytes,
 )
-from verl_sglang_sync.sources.bucket_stream import BucketPlanner  # noqa: E402
+from verl_sglang_sync.sources.bucket_cutter import BucketPlanner  # noqa: E402
 from verl_sglang_sync.sources.export_trace import TracedExport  # noqa: E402
 from verl_sglang_sync.sources.source_map import TraceSummary, merge_traces  # noqa: E402
 

@@ -21,7 +21,7 @@ from verl_sglang_sync.engine.arrangements import (
     NO_ARRANGEMENTS,
     EngineArrangements,
 )
-from verl_sglang_sync.sources.bucket_stream import Bucket
+from verl_sglang_sync.sources.bucket_cutter import Bucket
 
 LAYOUT = BucketLayout.pack([("a", (16, 8), torch.float32), ("b", (8,), torch.bfloat16)])
 READS = (Read(0, 64, ((4, 64),), 32, 0), Read(1, 0, (), 16, 128))

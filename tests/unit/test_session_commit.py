@@ -30,7 +30,7 @@ from verl_sglang_sync.engine.session import (
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.export import ExportedBuckets
 from verl_sglang_sync.routes.staging_ring import StagingRing
-from verl_sglang_sync.sources.bucket_stream import BucketStream
+from verl_sglang_sync.sources.bucket_cutter import BucketCutter
 from verl_sglang_sync.sources.export import Export
 from verl_sglang_sync.sources.memory_blocks import BlockNames
 
@@ -162,8 +162,8 @@ def alone(trainer):
 def send_all(trainer, ring, *, arranged=False):
     """Both buckets, and that they are all, without a look at what the engine says."""
     report = SyncReport(mode="compiled", replica=0)
-    export, stream = Export(list(WEIGHTS.items())), BucketStream(SETTINGS.bucket_bytes)
-    buckets = ExportedBuckets(export, stream, ring, report, asks_for_arrangements=True)
+    export, cutter = Export(list(WEIGHTS.items())), BucketCutter(SETTINGS.bucket_bytes)
+    buckets = ExportedBuckets(export, cutter, ring, report, asks_for_arrangements=True)
     for ready in buckets:
         assert ready.storage is not None
         slot = trainer.map_buffer(ready.storage, keep=True)
@@ -328,7 +328,7 @@ def test_memory_that_the_engine_cannot_map_is_told_apart(event, trainer):
     gone = CpuHandle(nbytes=64, name="/torch_nobody_has_this")
     trainer.map_blocks(["gone"], {"gone": gone}, keep=True)
     report = SyncReport(mode="compiled", replica=0)
-    [batch] = BucketStream(1 << 20).batches(list(WEIGHTS.items()), report)
+    [batch] = BucketCutter(1 << 20).batches(list(WEIGHTS.items()), report)
     trainer.load(0, batch.bucket, encode_pieces([BucketPiece(0, 0, 0, 64)]), read_only=True)
     with pytest.raises(EngineCannotMap, match="64 bytes of the CPU cannot be mapped"):
         wait_until_done(trainer, 0)
@@ -346,7 +346,7 @@ def test_every_handle_is_used_also_of_memory_that_is_mapped(event, monkeypatch):
 
     monkeypatch.setattr(mapped_memory, "map_buffer", map_used)
     report = SyncReport(mode="compiled", replica=0)
-    [batch] = BucketStream(1 << 20).batches(list(WEIGHTS.items()), report)
+    [batch] = BucketCutter(1 << 20).batches(list(WEIGHTS.items()), report)
     nbytes = batch.bucket.layout.nbytes
     memory = share_on_host(torch.zeros(nbytes, dtype=torch.uint8)).untyped_storage()
     handle, pieces = share_storage(memory), encode_pieces([BucketPiece(0, 0, 0, nbytes)])
@@ -381,7 +381,7 @@ def test_every_bucket_and_tensor_comes_once_in_order_and_none_is_left_out(
 ):
     engine = joined(trainer)
     report = SyncReport(mode="compiled", replica=0)
-    batches = BucketStream(SETTINGS.bucket_bytes).batches(Export(list(WEIGHTS.items())), report)
+    batches = BucketCutter(SETTINGS.bucket_bytes).batches(Export(list(WEIGHTS.items())), report)
     packed = [(batch.bucket, ring.pack(batch)) for batch in batches]
     with pytest.raises(EngineFailed, match=reason):
         for index, which in sent:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from sglang_loader.common.layout import Arrangements, WireError, decode_arrangements, digest_of
 from sglang_loader.common.regions.arrangement import Arrangement
-from verl_sglang_sync.sources.bucket_stream import Bucket
+from verl_sglang_sync.sources.bucket_cutter import Bucket
 
 logger = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from sglang_loader.common.session.messages import (
 )
 from sglang_loader.common.shared_memory import BufferHandle, drop_references, host_id
 from verl_sglang_sync.config import WeightSyncConfig
-from verl_sglang_sync.sources.bucket_stream import Bucket
+from verl_sglang_sync.sources.bucket_cutter import Bucket
 from verl_sglang_sync.sources.memory_blocks import Block, BlockNames, share_block
 
 Message = TypeVar("Message", bound=wire.FromEngine)

@@ -9,7 +9,7 @@ from itertools import chain, islice
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.route import ReadyBucket, SyncSource
 from verl_sglang_sync.routes.staging_ring import StagingRing
-from verl_sglang_sync.sources.bucket_stream import BucketStream
+from verl_sglang_sync.sources.bucket_cutter import BucketCutter
 from verl_sglang_sync.sources.comparison import Comparison
 from verl_sglang_sync.sources.export import Export
 
@@ -26,7 +26,7 @@ class ExportedBuckets(SyncSource):
     """
 
     export: Export
-    stream: BucketStream
+    cutter: BucketCutter
     ring: StagingRing | None
     report: SyncReport
     _: KW_ONLY
@@ -51,10 +51,10 @@ class ExportedBuckets(SyncSource):
         """The export, cut. A rank that cannot allocate its buffers fails once it has exported the
         first bucket: the other ranks are in the collectives of that, too.
         """
-        batches = self.stream.batches(self.export, self.report)
+        batches = self.cutter.batches(self.export, self.report)
         try:
             if self.ring is not None:
-                self.ring.prepare([bucket.layout.nbytes for bucket in self.stream.buckets])
+                self.ring.prepare([bucket.layout.nbytes for bucket in self.cutter.buckets])
         except Exception:
             next(batches, None)
             raise

@@ -48,7 +48,7 @@ from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.arrangements import EngineArrangements
 from verl_sglang_sync.engine.engine_ranks import EngineRank
 from verl_sglang_sync.report import SyncReport, warn_once
-from verl_sglang_sync.sources.bucket_stream import Bucket, BucketStream
+from verl_sglang_sync.sources.bucket_cutter import Bucket, BucketCutter
 from verl_sglang_sync.sources.comparison import Comparison
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.snapshot import sources_of
@@ -191,7 +191,7 @@ class RouteContext:
 
     def __post_init__(self) -> None:
         self.source_map = SourceMap(self.ranks, self.device)
-        self.stream = BucketStream(self.settings.bucket_bytes)
+        self.cutter = BucketCutter(self.settings.bucket_bytes)
 
     @property
     def is_colocated(self) -> bool:
@@ -223,7 +223,7 @@ class Route:
         self._ranks = context.ranks
         self._device = context.device
         self._source_map = context.source_map
-        self._stream = context.stream
+        self._cutter = context.cutter
         self._readers = context.readers
         self._first_reader = context.first_reader
         self._prepared_for: Sequence[EngineArrangements] = ()

@@ -9,7 +9,7 @@ import torch
 from sglang_loader.common.copies.strided import synchronize
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.shared_memory import share_on_host
-from verl_sglang_sync.sources.bucket_stream import Batch
+from verl_sglang_sync.sources.bucket_cutter import Batch
 
 LARGE_BYTES = 8 << 20
 """One `copy_` moves 1.85 TB/s on an H200, `_foreach_copy_` 1.46 (`copy_kernels` of the results)."""

@@ -117,7 +117,7 @@ class WeightSync:
         self._ranks = context.ranks
         self._settings = context.settings
         self._device = context.device
-        self._stream = context.stream
+        self._cutter = context.cutter
         self._source_map = context.source_map
         self._ring = ring
         # The staging buffers are freed after each sync, for the KV cache.
@@ -376,7 +376,7 @@ class WeightSync:
                 comparison = self._source_map.begin_comparison(weights)
         return ExportedBuckets(
             Export(weights),
-            self._stream,
+            self._cutter,
             self._ring,
             report,
             asks_for_arrangements=asks,
@@ -405,7 +405,7 @@ class WeightSync:
             report.eager_reason, report.engine_seconds = least.reason, least.seconds
         for engine, outcome in zip(engines, loaded, strict=True):
             if outcome.arrangements is not None:
-                engine.arrangements.learn(outcome.arrangements, self._stream.buckets)
+                engine.arrangements.learn(outcome.arrangements, self._cutter.buckets)
 
     def _learn(self, task: SyncTask, source: ExportedBuckets, loaded: Sequence[Loaded]) -> None:
         """After an export that is loaded, prepare the routes by which the next syncs go."""

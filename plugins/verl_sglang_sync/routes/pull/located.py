@@ -21,7 +21,7 @@ import torch
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.session.messages import BucketPiece, encode_pieces
 from sglang_loader.common.shared_memory import BufferHandle
-from verl_sglang_sync.sources.bucket_stream import Bucket
+from verl_sglang_sync.sources.bucket_cutter import Bucket
 from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport
 from verl_sglang_sync.sources.memory_blocks import Block, BlockTable
 from verl_sglang_sync.sources.snapshot import SourcesSnapshot, memory_of

@@ -179,7 +179,7 @@ class Pull(Route):
     def _confirm(self, located: Located, sources: Mapping[str, torch.Tensor]) -> None:
         """Raise `SourcesChanged` unless the parameters are what and where they were located."""
         assert self._plan is not None, "a route is proven with a plan"
-        if self._stream.buckets != self._plan.buckets:
+        if self._cutter.buckets != self._plan.buckets:
             raise SourcesChanged("the export is cut into other buckets")
         located.snapshot.require_unchanged(sources)
 
@@ -227,7 +227,7 @@ class Pull(Route):
 
     def _plan_reads(self) -> Reason | None:
         """Find the buckets' bytes in the shards, unless the plan holds; why some are not there."""
-        traced, buckets, plan = self._source_map.traced, self._stream.buckets, self._plan
+        traced, buckets, plan = self._source_map.traced, self._cutter.buckets, self._plan
         if plan is not None and plan.traced is traced and plan.buckets == buckets:
             return None
         reads, reason = attempt(
@@ -329,7 +329,7 @@ class PulledBuckets(SyncSource, Delivery):
         return self
 
     def __iter__(self) -> Iterator[ReadyBucket]:
-        return starmap(ReadyBucket, enumerate(self._route._stream.buckets))
+        return starmap(ReadyBucket, enumerate(self._route._cutter.buckets))
 
     def deliver(self, ready: ReadyBucket) -> None:
         for engine, pieces in self._pairs:
@@ -346,5 +346,5 @@ class PulledBuckets(SyncSource, Delivery):
             drop_references(chain.from_iterable(each.values() for each in self._located.handles))
 
     def end(self) -> None:
-        self._report.num_pulled += len(self._route._stream.buckets)
+        self._report.num_pulled += len(self._route._cutter.buckets)
         self._route._note_read(self._located, self._keep_mapped)

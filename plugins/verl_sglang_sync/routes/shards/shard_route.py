@@ -35,7 +35,7 @@ from verl_sglang_sync.routes.shards.exchange_plan import (
     received,
     total_nbytes,
 )
-from verl_sglang_sync.sources.bucket_stream import Bucket
+from verl_sglang_sync.sources.bucket_cutter import Bucket
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport
 from verl_sglang_sync.sources.snapshot import SourcesChanged, locals_of
@@ -121,7 +121,7 @@ class ShardRoute(Route):
         return self._source_of(self._plan, report)
 
     def learn(self, sync: ExportedSync) -> bool:
-        own = [reader.matching(self._stream.buckets) for reader in self._readers()]
+        own = [reader.matching(self._cutter.buckets) for reader in self._readers()]
         # Wait for every engine's load plan, with which the engine offers its arrangements, if any.
         is_final = all(
             each.digest or outcome.may_read_in_place or not outcome.num_eager
@@ -150,7 +150,7 @@ class ShardRoute(Route):
         self.forget()
         if (reason := self._source_map.trace(weights)) is not None:
             return reason
-        traced, buckets = self._source_map.traced, self._stream.buckets
+        traced, buckets = self._source_map.traced, self._cutter.buckets
         gathered, start = self._gather_arrangements(own)
         first = self._first_reader
         reads: list[list[Arrangement]] = []
@@ -214,7 +214,7 @@ class ShardRoute(Route):
         assert plan is not None, "see learn"
 
         def begin() -> None:
-            if self._stream.buckets != plan.buckets:
+            if self._cutter.buckets != plan.buckets:
                 raise SourcesChanged("the export is cut into other buckets")
             if self._have_changed():
                 raise SourcesChanged("other engines take part")

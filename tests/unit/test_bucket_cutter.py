@@ -1,4 +1,4 @@
-"""Which tensors share a bucket, by property: the planner, and the stream that knows its plan."""
+"""Which tensors share a bucket, by property: the planner, and the cutter that keeps its buckets."""
 
 import itertools
 import math
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sglang_loader.common.layout import ALIGNMENT_BYTES
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.sources.bucket_stream import FUSED_PAIRS, BucketPlanner, BucketStream
+from verl_sglang_sync.sources.bucket_cutter import FUSED_PAIRS, BucketCutter, BucketPlanner
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int8, torch.bool, torch.int64)
 
@@ -205,8 +205,8 @@ def test_a_limit_below_one_is_refused(limit):
 LIMIT = 1024
 
 
-def batches(stream, named):
-    return list(stream.batches(iter(named), SyncReport(mode="compiled", replica=0)))
+def batches(cutter, named):
+    return list(cutter.batches(iter(named), SyncReport(mode="compiled", replica=0)))
 
 
 CHANGES = {  # of an export, at a place in it
@@ -242,11 +242,11 @@ def test_a_known_stream_is_cut_as_the_planner_cuts_it_and_a_changed_one_loses_no
     for place, fused in ((1, Q_A), (3, KV_A)):
         named[place : place + 1] = [(fused, tensor) for _, tensor in named[place : place + 1]]
     other = CHANGES[change](named, data.draw(st.integers(0, len(named) - 1)))
-    stream, found = BucketStream(LIMIT), []
+    cutter, found = BucketCutter(LIMIT), []
     exports = [named, named, other, other, other]
     for export in exports:
-        found.append(batches(stream, export))
-        assert stream.buckets == [batch.bucket for batch in found[-1]]
+        found.append(batches(cutter, export))
+        assert cutter.buckets == [batch.bucket for batch in found[-1]]
         sent = [
             (entry.name, tensor)
             for batch in found[-1]
@@ -269,8 +269,8 @@ def test_a_bucket_that_is_being_sent_is_held_by_its_consumer_alone():
     tensors = [torch.ones(LIMIT // 4) for _ in range(3)]
     alive = [weakref.ref(tensor) for tensor in tensors]
     named = ((f"t{i}", tensors.pop(0)) for i in range(3))
-    stream = BucketStream(LIMIT)
-    for batch in stream.batches(named, SyncReport(mode="compiled", replica=0)):
+    cutter = BucketCutter(LIMIT)
+    for batch in cutter.batches(named, SyncReport(mode="compiled", replica=0)):
         index = batch.index
         assert alive[index]() is not None
         del batch

@@ -1,7 +1,7 @@
 """Cuts the trainer's export into buckets, and keeps the buckets for the next sync.
 
-    stream = BucketStream(bucket_bytes)
-    for batch in stream.batches(export, report):
+    cutter = BucketCutter(bucket_bytes)
+    for batch in cutter.batches(export, report):
         pack(batch.bucket, batch.tensors)
 
 The first sync plans its buckets. A trainer exports the same names, shapes and dtypes at every sync,
@@ -155,7 +155,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Cut:
+class CachedBucket:
     """A bucket of the last sync, with the part of the export that was consumed for it.
 
     Attributes:
@@ -167,8 +167,8 @@ class Cut:
     columns: tuple[list[Any], ...]
 
 
-class BucketStream:
-    """The cutting of one trainer rank's export into buckets, sync after sync.
+class BucketCutter:
+    """Cutter of one trainer rank's exports into buckets, sync after sync.
 
     Attributes:
         buckets: the buckets of the last sync. The next sync has the same ones if its export is the
@@ -178,7 +178,7 @@ class BucketStream:
     def __init__(self, bucket_bytes: int) -> None:
         self.buckets: list[Bucket] = []
         self._bucket_bytes = bucket_bytes
-        self._cuts: list[Cut] | None = None
+        self._cached: list[CachedBucket] | None = None
 
     def batches(self, weights: Iterable[NamedTensor], report: SyncReport) -> Iterator[Batch]:
         """Yield the buckets of `weights` in order.
@@ -186,10 +186,11 @@ class BucketStream:
         At a time the tensors of one bucket are held, and the tensor that closed the bucket.
         """
         source = iter(weights)
-        cuts, self._cuts, self.buckets = self._cuts, None, []  # stays so if the sync breaks off
+        # Nothing is kept of a sync that breaks off.
+        cached, self._cached, self.buckets = self._cached, None, []
         batches = self._planned(source, [], 0, report)
-        if cuts is not None:
-            batches = self._compared(source, cuts, report)
+        if cached is not None:
+            batches = self._compared(source, cached, report)
         sent: list[Bucket] = []
 
         def noted(batch: Batch) -> Batch:
@@ -201,26 +202,27 @@ class BucketStream:
         self.buckets = sent
 
     def _compared(
-        self, source: Iterator[NamedTensor], cuts: list[Cut], report: SyncReport
+        self, source: Iterator[NamedTensor], cached: list[CachedBucket], report: SyncReport
     ) -> Iterator[Batch]:
         """Yield the buckets of the last sync for as long as the export is the same."""
         held: dict[str, torch.Tensor] = {}
-        for index, cut in enumerate(cuts):
+        for index, entry in enumerate(cached):
             with report.stage("export"):
-                tensors = list(islice(source, len(cut.columns[0])))
-                is_same = _columns(tensors) == cut.columns
+                tensors = list(islice(source, len(entry.columns[0])))
+                is_same = _columns(tensors) == entry.columns
                 # The export may have more tensors than last time. Only its end shows that.
-                surplus = list(islice(source, 1)) if is_same and cut.bucket.is_last else []
+                surplus = list(islice(source, 1)) if is_same and entry.bucket.is_last else []
             if not is_same or surplus:
                 unsent = [*held.items(), *tensors, *surplus]
                 del held, tensors, surplus  # `_planned` frees the tensors one after the other
                 yield from self._planned(source, unsent, index, report)
-                self._cuts = None  # they began amid an export: the next sync is planned as a whole
+                # These buckets begin amid an export. The next sync plans its export from the start.
+                self._cached = None
                 return
             held.update(tensors)
             del tensors
-            yield _batch(held, index, cut.bucket)
-        self._cuts = cuts
+            yield _batch(held, index, entry.bucket)
+        self._cached = cached
 
     def _planned(
         self,
@@ -230,15 +232,15 @@ class BucketStream:
         report: SyncReport,
     ) -> Iterator[Batch]:
         """Plan and yield the buckets of `first` and the rest of the export, from `index` on."""
-        planner, cuts = BucketPlanner(bucket_bytes=self._bucket_bytes), list[Cut]()
+        planner, cached = BucketPlanner(bucket_bytes=self._bucket_bytes), list[CachedBucket]()
         held: dict[str, torch.Tensor] = {}
         consumed: list[NamedTensor] = []  # since the last bucket
 
         def cut(layout: BucketLayout, *, is_last: bool) -> Batch:
             bucket = Bucket.of(layout, is_last=is_last)
-            cuts.append(Cut(bucket, _columns(consumed)))
+            cached.append(CachedBucket(bucket, _columns(consumed)))
             consumed.clear()
-            return _batch(held, index + len(cuts) - 1, bucket)
+            return _batch(held, index + len(cached) - 1, bucket)
 
         first.reverse()  # `pop` takes from the end, and keeps no reference
         while True:
@@ -256,7 +258,7 @@ class BucketStream:
         layouts = planner.finish()
         for layout in layouts:
             yield cut(layout, is_last=layout is layouts[-1])
-        self._cuts = cuts or None
+        self._cached = cached or None
 
 
 def _batch(held: dict[str, torch.Tensor], index: int, bucket: Bucket) -> Batch:
