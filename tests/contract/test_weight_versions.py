@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from verl.workers.rollout import llm_server
 from verl.workers.rollout.replica import TokenOutput
 
-from verl_sglang_sync.verl.weight_versions import WeightVersionsClient, tell_weight_versions
+from verl_sglang_sync.verl.weight_versions import WeightVersionsClient, report_weight_versions
 
 CONFIG = OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "sglang"}}})
 
@@ -75,7 +75,7 @@ def test_verls_asynchronous_client_becomes_ours_and_no_other(monkeypatch):
     asynchronous = llm_server.FullyAsyncLLMServerClient
     assert type(manager.get_client(client_cls=asynchronous)) is asynchronous
     for _ in range(2):
-        tell_weight_versions()
+        report_weight_versions()
     client = manager.get_client(client_cls=asynchronous, only_hybrid=True)
     arrived = pickle.loads(pickle.dumps(client))
     assert type(arrived) is WeightVersionsClient and arrived._only_hybrid

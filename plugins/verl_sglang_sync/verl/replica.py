@@ -40,7 +40,7 @@ from verl_sglang_sync.verl.upstream import (
     log_without_flush,
     pause_by_aborting,
 )
-from verl_sglang_sync.verl.weight_versions import tell_weight_versions
+from verl_sglang_sync.verl.weight_versions import report_weight_versions
 
 logger = logging.getLogger(__name__)
 
@@ -190,7 +190,7 @@ class WeightSyncReplica(SGLangReplica):  # type: ignore[misc]
             show_metrics_in_steps()
             log_without_flush()
             if self.config.checkpoint_engine.backend == DISAGGREGATED_BACKEND:
-                tell_weight_versions()
+                report_weight_versions()
 
     async def abort_all_requests(self, reject_request: bool = False) -> None:
         """Pause generation as verl does.

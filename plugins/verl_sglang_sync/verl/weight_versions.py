@@ -54,12 +54,12 @@ class WeightVersionsClient(FullyAsyncLLMServerClient, PartClient):  # type: igno
         return output
 
 
-def tell_weight_versions() -> None:
-    """Replace verl's asynchronous client with ours in all that `get_client` returns here."""
+def report_weight_versions() -> None:
+    """Make verl's `LLMServerManager` return our client instead of verl's asynchronous client."""
     # verl's trainers name the class of the client in their code. No setting changes the class.
     # Agent loops get the client pickled.
     original = LLMServerManager.get_client
-    if getattr(original, "tells_weight_versions", False):
+    if getattr(original, "reports_weight_versions", False):
         return
 
     @functools.wraps(original)
@@ -67,5 +67,5 @@ def tell_weight_versions() -> None:
         ours = WeightVersionsClient if client_cls is FullyAsyncLLMServerClient else client_cls
         return original(self, client_cls=ours, **kwargs)
 
-    get_client.tells_weight_versions = True  # type: ignore[attr-defined]
+    get_client.reports_weight_versions = True  # type: ignore[attr-defined]
     LLMServerManager.get_client = get_client
