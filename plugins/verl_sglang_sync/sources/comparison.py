@@ -35,12 +35,12 @@ class Comparison:
 
     Attributes:
         traced: the trace of the export, or None if the export could not be traced.
-        now: the trainer's parameters, by name. Dropped by `finish`.
+        parameters: the trainer's parameters, by name. Dropped by `finish`.
         problem: the reason why the comparison failed, or None so far.
     """
 
     traced: TracedExport | None
-    now: Mapping[str, torch.Tensor]
+    parameters: Mapping[str, torch.Tensor]
     device: torch.device
     problem: Reason | None = None
 
@@ -60,7 +60,7 @@ class Comparison:
     def finish(self) -> Reason | None:
         """Return the first difference on this rank, or the error, or None if all is equal."""
         self._wait()
-        self.now, self._shards = {}, {}
+        self.parameters, self._shards = {}, {}
         if self.problem is None and self.traced is not None:
             num_traced = len(self.traced.tensors)
             if self._compared_names != self.traced.tensors.keys():
@@ -104,7 +104,7 @@ class Comparison:
                 continue
             if (memory := self._shards.get(parameter)) is None:
                 source = self.traced.parameters[parameter].source
-                memory = self._shards[parameter] = memory_of(self.now[source])
+                memory = self._shards[parameter] = memory_of(self.parameters[source])
             whole, part = copy_views(copy, memory, flat)
             # On one rank an export may return the parameter's own memory.
             if part.data_ptr() != whole.data_ptr():

@@ -193,7 +193,7 @@ class Pull(Route):
             comparison = self._source_map.begin_comparison(sync.weights)
             new_export = sync.weights if comparison.traced is not None else ()
         if comparison.traced is not None:
-            self._check_replicas(comparison.traced, comparison.now)
+            self._check_replicas(comparison.traced, comparison.parameters)
 
         def finish() -> Reason | None:
             for pair in new_export:
