@@ -24,8 +24,8 @@ from sglang_loader.common.regions.geometry import BYTES, Region, StridedCopy, de
 from sglang_loader.load_plan.arrange import arrange
 from sglang_loader.load_plan.plan import BucketPlan
 from verl_sglang_sync.sources.export_trace import TracedExport, TracedParameter, TracedTensor
+from verl_sglang_sync.sources.shard_reads import Origin, Owners
 from verl_sglang_sync.sources.source_map import TraceSummary
-from verl_sglang_sync.sources.transfer_plan import Origin, Owners
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from verl_sglang_sync.engine.session import TrainerSession
 from verl_sglang_sync.routes.pull import located
 from verl_sglang_sync.routes.shards import exchange_plan, shard_route
 from verl_sglang_sync.routes.shards.all_to_all import AllToAll
-from verl_sglang_sync.sources import transfer_plan
+from verl_sglang_sync.sources import shard_reads
 
 
 def pieces_changed(change):
@@ -89,7 +89,7 @@ def swapped_blocks():
 
 def other_strides():
     """Pull and exchange: what lies apart in a parameter counts as lying elsewhere."""
-    whole = transfer_plan.whole_bucket
+    whole = shard_reads.whole_bucket
 
     def planted(layout):
         reads = list(whole(layout))

@@ -22,7 +22,7 @@ from verl_sglang_sync.routes.shards.exchange_plan import (
     received,
     total_nbytes,
 )
-from verl_sglang_sync.sources.transfer_plan import Origin, held_by_all, nearest, shards_of_rows
+from verl_sglang_sync.sources.shard_reads import Origin, held_by_all, nearest, shards_of_rows
 
 
 def bytes_of(source):

@@ -22,7 +22,7 @@ from verl_sglang_sync.sources.export_trace import (
     TracedParameter,
     TracedTensor,
 )
-from verl_sglang_sync.sources.transfer_plan import Origin, Owners, held_by_all, shards_of_rows
+from verl_sglang_sync.sources.shard_reads import Origin, Owners, held_by_all, shards_of_rows
 
 
 class PullRank(Rank):

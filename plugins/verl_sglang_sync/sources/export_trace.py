@@ -32,8 +32,8 @@ from sglang_loader.common.regions.arrangement import Read
 from sglang_loader.common.regions.compose import ByteMap, compose_read
 from sglang_loader.common.regions.geometry import Region
 from verl_sglang_sync.sources.export import NamedTensor
+from verl_sglang_sync.sources.shard_reads import NotOwned, Origin, Owners, held_by_all, owners_of
 from verl_sglang_sync.sources.snapshot import Sources
-from verl_sglang_sync.sources.transfer_plan import NotOwned, Origin, Owners, held_by_all, owners_of
 
 _COPIES = frozenset(("aten::clone", "aten::_to_copy"))
 _OF_SHARDS = frozenset(("aten::detach", "aten::alias"))

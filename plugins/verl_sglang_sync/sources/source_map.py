@@ -46,13 +46,13 @@ from verl_sglang_sync.sources.export_trace import (
     TracedTensor,
     trace_export,
 )
+from verl_sglang_sync.sources.shard_reads import Origin
 from verl_sglang_sync.sources.snapshot import (
     SourcesChanged,
     SourcesSnapshot,
     require_sources,
     sources_of,
 )
-from verl_sglang_sync.sources.transfer_plan import Origin
 
 Trace: TypeAlias = tuple[TracedExport, SourcesSnapshot]
 """A traced export, and a snapshot of the parameters that it was traced for, without addresses."""

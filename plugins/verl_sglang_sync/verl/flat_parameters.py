@@ -30,8 +30,8 @@ from verl_sglang_sync.sources.export_trace import (
     TracedParameter,
     trace_export,
 )
+from verl_sglang_sync.sources.shard_reads import Owners
 from verl_sglang_sync.sources.snapshot import SourcesChanged
-from verl_sglang_sync.sources.transfer_plan import Owners
 
 
 class FlatParameters:

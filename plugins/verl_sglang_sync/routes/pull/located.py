@@ -24,8 +24,8 @@ from sglang_loader.common.shared_memory import BufferHandle
 from verl_sglang_sync.sources.bucket_cutter import Bucket
 from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport
 from verl_sglang_sync.sources.memory_blocks import Block, BlockTable
+from verl_sglang_sync.sources.shard_reads import Origin, ShardRead, shard_reads, whole_bucket
 from verl_sglang_sync.sources.snapshot import SourcesSnapshot, memory_of
-from verl_sglang_sync.sources.transfer_plan import Origin, ShardRead, shard_reads, whole_bucket
 
 MAX_BLOCKS = 8192
 """More blocks than this are not mapped: each costs an engine a mapping and a file descriptor."""

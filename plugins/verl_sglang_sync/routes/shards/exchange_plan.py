@@ -20,7 +20,7 @@ from sglang_loader.common.regions.coalesce import join_adjacent
 from sglang_loader.common.regions.geometry import StridedCopy
 from sglang_loader.common.regions.intervals import merge, num_bytes, subtract
 from sglang_loader.common.session.messages import BucketPiece
-from verl_sglang_sync.sources.transfer_plan import Origin, Owners, shard_reads
+from verl_sglang_sync.sources.shard_reads import Origin, Owners, shard_reads
 
 ALIGNMENT_BYTES = 8
 """A part has the same offset in the scratch and in the arranged buffer modulo this: one word."""

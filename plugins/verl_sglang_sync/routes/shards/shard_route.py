@@ -38,8 +38,8 @@ from verl_sglang_sync.routes.shards.exchange_plan import (
 from verl_sglang_sync.sources.bucket_cutter import Bucket
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport
+from verl_sglang_sync.sources.shard_reads import Origin, whole_bucket
 from verl_sglang_sync.sources.snapshot import SourcesChanged, locals_of
-from verl_sglang_sync.sources.transfer_plan import Origin, whole_bucket
 
 NOTHING: Arrangement = ()
 

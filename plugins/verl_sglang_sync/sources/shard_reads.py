@@ -1,4 +1,4 @@
-"""The transfer plan: for each byte that an engine rank reads, the trainer rank whose shard has it.
+"""Reads of shards: for each byte that an engine rank reads, the trainer rank whose shard has it.
 
 A parameter is the concatenation of its shards (`Owners`). FSDP2's shards are torch's chunks along
 the first dimension, of which the last may be short or empty. Megatron's shards are the parameters
@@ -82,8 +82,7 @@ class Owners:
 
 
 def nearest(holders: Sequence[int], reader: int) -> int:
-    """Return the holder that a rank reads from: itself, or else a holder on its node if
-    possible."""
+    """Return the holder from which a rank reads, itself or one on its node if possible."""
     # The holder whose number has the longest binary prefix in common with the reader's. Nodes have
     # 2, 4 or 8 consecutive ranks. Without a holder on the node, readers spread over the holders.
     return min(holders, key=reader.__xor__)
