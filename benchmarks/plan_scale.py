@@ -49,7 +49,7 @@ from verl_sglang_sync.routes.shards.exchange_plan import (  # noqa: E402
     received,
     total_nbytes,
 )
-from verl_sglang_sync.sources.bucket_cutter import BucketPlanner  # noqa: E402
+from verl_sglang_sync.sources.bucket_cutter import BucketFiller  # noqa: E402
 from verl_sglang_sync.sources.export_trace import TracedExport  # noqa: E402
 from verl_sglang_sync.sources.source_map import TraceSummary, merge_traces  # noqa: E402
 
@@ -68,10 +68,10 @@ MESSAGE_S = 20e-6
 
 def layouts_of(case: Case) -> list[BucketLayout]:
     """The buckets of the export."""
-    planner = BucketPlanner(bucket_bytes=BUCKET_BYTES)
+    filler = BucketFiller(bucket_bytes=BUCKET_BYTES)
     specs = ((w.name, (w.rows, w.columns), torch.bfloat16) for w in case.weights)
-    cut = [layout for spec in specs for layout in planner.add(spec)]
-    return [*cut, *planner.finish()]
+    cut = [layout for spec in specs for layout in filler.add(spec)]
+    return [*cut, *filler.finish()]
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Which tensors share a bucket, by property: the planner, and the cutter that keeps its buckets."""
+"""Which tensors share a bucket, by property: the filler, and the cutter that keeps its buckets."""
 
 import itertools
 import math
@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 
 from sglang_loader.common.layout import ALIGNMENT_BYTES
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.sources.bucket_cutter import FUSED_PAIRS, BucketCutter, BucketPlanner
+from verl_sglang_sync.sources.bucket_cutter import FUSED_PAIRS, BucketCutter, BucketFiller
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int8, torch.bool, torch.int64)
 
 
 def plan_buckets(specs, *, bucket_bytes):
-    """Plan a whole sync; arguments and errors as for `BucketPlanner`."""
-    planner = BucketPlanner(bucket_bytes=bucket_bytes)
-    closed = [bucket for spec in specs for bucket in planner.add(spec)]
-    return closed + planner.finish()
+    """Cut a whole export. Arguments and errors are those of `BucketFiller`."""
+    filler = BucketFiller(bucket_bytes=bucket_bytes)
+    closed = [bucket for spec in specs for bucket in filler.add(spec)]
+    return closed + filler.finish()
 
 
 # Written out by hand, not derived from FUSED_PAIRS: full names that must travel together.
@@ -139,13 +139,13 @@ def check_groups_whole(plan):
 @settings(max_examples=400, deadline=None)
 @given(exports(), limits)
 def test_every_tensor_lands_once_in_its_unit_in_a_bucket_as_full_as_it_may_be(specs, limit):
-    planner, plan = BucketPlanner(bucket_bytes=limit), []
+    filler, plan = BucketFiller(bucket_bytes=limit), []
     for each in specs:
-        closed = planner.add(each)
+        closed = filler.add(each)
         assert len(closed) <= 1
         plan += closed
-    plan += planner.finish()
-    assert planner.finish() == []
+    plan += filler.finish()
+    assert filler.finish() == []
 
     units = units_of(specs)
     assert flat(plan) == [each for unit in units for each in unit]

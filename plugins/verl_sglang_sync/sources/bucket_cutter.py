@@ -4,13 +4,13 @@
     for batch in cutter.batches(export, report):
         pack(batch.bucket, batch.tensors)
 
-The first sync plans its buckets. A trainer exports the same names, shapes and dtypes at every sync,
-so a later sync only compares its export with the kept buckets, a bucket at a time. At the first
-difference the rest of the export is planned. The next sync is then planned as a whole.
+The first sync cuts its export anew. A trainer exports the same names, shapes and dtypes at every
+sync, so a later sync only compares its export with the kept buckets, a bucket at a time. From the
+first difference on the export is cut anew, and so is the next one as a whole.
 
-`BucketPlanner` does the planning, with the same result on every rank. A bucket is a run of tensors
-whose bytes fit a limit. Two tensors that the engine's `load_weights` combines within one call are
-in the same bucket.
+`BucketFiller` decides where a bucket ends, with the same result on every rank. A bucket is a run of
+tensors whose bytes fit a limit. Two tensors that the engine's `load_weights` combines within one
+call are in the same bucket.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ _FIRST_OF_PAIR = {suffix: pair[0] for pair in FUSED_PAIRS for suffix in pair}
 _PAIRED = tuple(_FIRST_OF_PAIR)
 
 
-class BucketPlanner:
-    """Planner that fills one bucket after the other: `add` every tensor, then `finish`.
+class BucketFiller:
+    """Filler of buckets, one after the other: `add` every tensor, then `finish`.
 
     Args:
         bucket_bytes: size limit of a bucket, at least 1. A tensor or fused pair that is larger
@@ -94,7 +94,7 @@ class BucketPlanner:
         return [*closed, self._close()] if self._open else closed
 
     def _place(self, unit: list[TensorSpec]) -> list[BucketLayout]:
-        """Put a tensor or fused pair into the open bucket, or close that bucket if it is full."""
+        """Put a tensor or fused pair into a bucket. Close the open bucket first if it is full."""
         unit_bytes = BucketLayout.pack(unit).nbytes
         is_full = bool(self._open) and self._open_bytes + unit_bytes > self._limit
         closed = [self._close()] if is_full else []
@@ -118,7 +118,7 @@ def _pair_of(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A planned bucket. It serves all syncs whose export has the same names, shapes and dtypes.
+    """A bucket without its tensors, for all exports with the same names, shapes and dtypes.
 
     Attributes:
         encoded: the layout as a message carries it.
@@ -142,7 +142,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Batch:
-    """One bucket of one sync, with its tensors. `tensors[i]` is `bucket.layout.tensors[i]`."""
+    """One bucket of one sync, with its tensors in the order of `bucket.layout.tensors`."""
 
     index: int
     bucket: Bucket
@@ -183,12 +183,12 @@ class BucketCutter:
     def batches(self, weights: Iterable[NamedTensor], report: SyncReport) -> Iterator[Batch]:
         """Yield the buckets of `weights` in order.
 
-        At a time the tensors of one bucket are held, and the tensor that closed the bucket.
+        Only the tensors of one bucket are held at a time, and the tensor that closed the bucket.
         """
         source = iter(weights)
         # Nothing is kept of a sync that breaks off.
         cached, self._cached, self.buckets = self._cached, None, []
-        batches = self._planned(source, [], 0, report)
+        batches = self._filled(source, [], 0, report)
         if cached is not None:
             batches = self._compared(source, cached, report)
         sent: list[Bucket] = []
@@ -214,9 +214,9 @@ class BucketCutter:
                 surplus = list(islice(source, 1)) if is_same and entry.bucket.is_last else []
             if not is_same or surplus:
                 unsent = [*held.items(), *tensors, *surplus]
-                del held, tensors, surplus  # `_planned` frees the tensors one after the other
-                yield from self._planned(source, unsent, index, report)
-                # These buckets begin amid an export. The next sync plans its export from the start.
+                del held, tensors, surplus  # `_filled` frees the tensors one after the other
+                yield from self._filled(source, unsent, index, report)
+                # These buckets begin amid an export. The next sync cuts its export from the start.
                 self._cached = None
                 return
             held.update(tensors)
@@ -224,15 +224,15 @@ class BucketCutter:
             yield _batch(held, index, entry.bucket)
         self._cached = cached
 
-    def _planned(
+    def _filled(
         self,
         source: Iterator[NamedTensor],
         first: list[NamedTensor],
         index: int,
         report: SyncReport,
     ) -> Iterator[Batch]:
-        """Plan and yield the buckets of `first` and the rest of the export, from `index` on."""
-        planner, cached = BucketPlanner(bucket_bytes=self._bucket_bytes), list[CachedBucket]()
+        """Cut and yield the buckets of `first` and the rest of the export, from `index` on."""
+        filler, cached = BucketFiller(bucket_bytes=self._bucket_bytes), list[CachedBucket]()
         held: dict[str, torch.Tensor] = {}
         consumed: list[NamedTensor] = []  # since the last bucket
 
@@ -249,13 +249,13 @@ class BucketCutter:
             if item is None:
                 break
             name, tensor = item
-            closed = planner.add((name, tensor.shape, tensor.dtype))
+            closed = filler.add((name, tensor.shape, tensor.dtype))
             held[name] = tensor
             consumed.append(item)
             del item, tensor  # while the consumer packs, only `held` keeps tensors
             for layout in closed:
                 yield cut(layout, is_last=False)
-        layouts = planner.finish()
+        layouts = filler.finish()
         for layout in layouts:
             yield cut(layout, is_last=layout is layouts[-1])
         self._cached = cached or None

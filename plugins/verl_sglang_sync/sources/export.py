@@ -50,7 +50,7 @@ class Export:
 
     def _distinct(self) -> Iterator[NamedTensor]:
         # Megatron's last pipeline stage has a copy of a tied embedding for the output layer, and
-        # mbridge exports the copy under the embedding's name. `BucketPlanner` refuses any other
+        # mbridge exports the copy under the embedding's name. `BucketFiller` refuses any other
         # repetition.
         for item in self._source:
             if not (self._may_repeat and item[0].endswith(EMBEDDING) and self._is_copy(*item)):
@@ -65,7 +65,7 @@ class Export:
         """
         digest = tensor_digest(tensor)
         shape, first = self._embeddings.setdefault(name, (tensor.shape, digest))
-        if first is digest or shape != tensor.shape:  # `BucketPlanner` refuses another shape
+        if first is digest or shape != tensor.shape:  # `BucketFiller` refuses another shape
             return False
         if not torch.equal(first, digest):
             raise TensorsDiffer(
