@@ -162,7 +162,7 @@ class WeightSyncConfig:
         return cls(
             **{key: _setting(SECTION, key, value) for key, value in keys.items()},
             exports_draft=bool(_get(_get(rollout, "mtp"), "enable", False)),
-            bucket_bytes=_read(BUCKET_KEY, megabytes, Mebibytes) << 20,
+            bucket_bytes=_converted(BUCKET_KEY, megabytes, Mebibytes) << 20,
             **{key: _setting(ROLLOUT, key, value) for key, value in switches.items()},
         )
 
@@ -199,7 +199,7 @@ _YAML_WORDS = {"host_backup": {True: "on", False: "off"}, "manifest_check": {Fal
 """Words of settings that YAML 1.1 reads as true or false."""
 
 
-def _read(key: str, value: Any, kind: Any) -> Any:
+def _converted(key: str, value: Any, kind: Any) -> Any:
     """Convert a value to its type.
 
     Raises:
@@ -233,7 +233,7 @@ def _setting(section: str, key: str, value: Any) -> Any:
         value = _YAML_WORDS.get(key, {}).get(value, value)
     if isinstance(value, str) and (key, value) in REMOVED_VALUES:
         raise ValueError(f"{name}={value!r}: this value was removed ({REMOVED_VALUES[key, value]})")
-    return _read(name, value, _TYPES[key])
+    return _converted(name, value, _TYPES[key])
 
 
 def _limits(key: str, section: Any) -> dict[str, float]:
@@ -247,7 +247,7 @@ def _limits(key: str, section: Any) -> dict[str, float]:
                 f"{key}.{name}={value!r}: unknown operation, allowed: {', '.join(LIMITS)}"
             )
     set_limits = {name: value for name, value in section.items() if value is not None}
-    return {name: _read(f"{key}.{name}", value, Seconds) for name, value in set_limits.items()}
+    return {name: _converted(f"{key}.{name}", value, Seconds) for name, value in set_limits.items()}
 
 
 def _get(node: Any, key: str, default: Any = None) -> Any:
