@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 MODEL = "actor_rollout_ref.model"
 ENGINE = f"{ROLLOUT}.engine_kwargs.sglang"
 DELTAS = "delta_sharded"
-"""verl's backend that sends its standalone replicas what has changed."""
+"""verl's backend that sends changes of the weights to standalone replicas."""
 NEVER_SYNCED = ("NGRAM", "DFLASH")
 """Algorithms of speculative decoding with which SGLang updates only the target model."""
 
@@ -92,8 +92,8 @@ def _remarks(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]:
     if OmegaConf.select(config, BACKEND_KEY) == DELTAS:
         yield (
             f"{BACKEND_KEY}={DELTAS!r}: verl's own backend updates the standalone replicas. The "
-            "preset serves the replicas on the trainer's GPUs alone, and proves nothing of the "
-            f"others; +weight_sync=disaggregated with {DISAGGREGATED_BACKEND!r} serves all"
+            "preset syncs and proves only the replicas on the trainer's GPUs. Use "
+            f"+weight_sync=disaggregated, with {DISAGGREGATED_BACKEND!r}, for all replicas"
         )
     if settings.multi_stage_wake_up and not settings.free_cache_engine:
         yield (
@@ -159,7 +159,7 @@ def _has_adapter(config: DictConfig) -> bool:
 
 
 def _check_deltas(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]:
-    """Refuse what verl's deltas would make wrong weights of."""
+    """Check settings with which verl's deltas would give wrong weights."""
     if OmegaConf.select(config, BACKEND_KEY) != DELTAS:
         return
     if _has_adapter(config):

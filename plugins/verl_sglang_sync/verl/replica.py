@@ -106,17 +106,15 @@ class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
             await self._accept_requests()
 
     async def refuse_requests(self) -> None:
-        """Refuse all requests at once until generation is resumed, those that wait as well. Called
-        in a pause, which this ends.
-        """
+        """Refuse all requests at once until generation is resumed, and end a pause."""
         if self.node_rank == 0:
             self._refuses_requests = True
             request = ReleaseMemoryOccupationReqInput(tags=[REQUESTS_TAG])
             await self.tokenizer_manager.release_memory_occupation(request, None)
-            await end_pause(self.tokenizer_manager)  # what it has held is refused
+            await end_pause(self.tokenizer_manager)  # the requests that wait are refused, too
 
     async def resume_generation(self) -> None:
-        """Serve requests again, as verl does."""
+        """Accept requests again, as verl does."""
         await self._accept_requests()
         await super().resume_generation()
 
@@ -196,7 +194,7 @@ class WeightSyncReplica(SGLangReplica):  # type: ignore[misc]
         """Pause generation as verl does.
 
         Args:
-            reject_request: True: no resume follows soon. Requests are then refused at once, which
+            reject_request: True if no resume follows soon. Requests are then refused at once, which
                 verl's own replica cannot do.
         """
         is_ours = WeightSyncConfig.from_rollout(self.config) is not None

@@ -49,9 +49,8 @@ async def pause_by_aborting(manager: Any, *, timeout_s: float) -> None:
 
 
 async def end_pause(manager: Any) -> None:
-    """Let requests go on to the scheduler. The scheduler itself is not told, because it does not
-    take part in a pause by aborting.
-    """
+    """Pass requests on to the scheduler again."""
+    # The scheduler takes no part in a pause by aborting, so it needs no request.
     async with manager.is_pause_cond:
         manager.is_pause = False
         manager.is_pause_cond.notify_all()
@@ -77,9 +76,9 @@ def is_abort(error: Exception) -> bool:
 
 @functools.cache
 def waits_before_kv_cache() -> bool:
-    """True if verl's worker waits until all ranks have freed their memory before it resumes the KV
-    cache. Verl 0.9.1 does, commit 1dda039 does not: there a resume may find too little memory.
-    """
+    """Return True if verl's worker has a barrier before it resumes the KV cache."""
+    # Without a barrier a rank may resume while another rank still holds memory. verl 0.9.1 has the
+    # barrier, commit 1dda039 lacks it.
     from verl.workers.engine_workers import ActorRolloutRefWorker
 
     return "barrier" in inspect.getsource(inspect.unwrap(ActorRolloutRefWorker.update_weights))
