@@ -232,7 +232,7 @@ def changed(named, at, change):
     st.sampled_from(list(CHANGES)),
     st.data(),
 )
-def test_a_known_stream_is_cut_as_the_planner_cuts_it_and_a_changed_one_loses_nothing(
+def test_a_known_export_is_cut_as_the_filler_cuts_it_and_a_changed_one_loses_nothing(
     sizes, change, data
 ):
     """Whoever sends the last bucket does not wait for its staging buffer; another one, called the
