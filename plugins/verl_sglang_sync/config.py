@@ -129,6 +129,7 @@ class WeightSyncConfig:
         """Return these settings, without the routes that need a load plan if the mode has none."""
         if self.uses_plan:
             return self
+        # Engines copy from parameters and shards by their load plans, and a proof compares a plan.
         return replace(self, read_in_place=False, exchange_shards=False, prove_every_n_syncs=0)
 
     @property
@@ -209,6 +210,7 @@ def _converted(key: str, value: Any, kind: Any) -> Any:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError:
         if get_origin(kind) is Annotated:
+            # The description of such a type names what is allowed.
             allowed = kind.__metadata__[0].description
         else:
             words = ("true", "false") if kind is bool else get_args(kind)

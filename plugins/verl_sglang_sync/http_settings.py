@@ -18,6 +18,7 @@ KEY_VARIABLE = "VERL_SGLANG_SYNC_ROUTER_API_KEY"
 
 def server_url(host: str, port: int) -> str:
     """Return the base URL of a host name or address. An IPv6 address may have brackets."""
+    # Only an IPv6 address has colons. It needs brackets.
     bare = host.removeprefix("[").removesuffix("]")
     return f"http://[{bare}]:{port}" if ":" in bare else f"http://{host}:{port}"
 
@@ -33,7 +34,7 @@ def checked_base_url(key: str, value: object) -> str:
         raise ValueError(f"{key}={value!r}: {allowed}")
     try:
         parts = urlsplit(value)
-        port = parts.port
+        port = parts.port  # raises if the port is no number
     except ValueError as error:
         raise ValueError(f"{key}={value!r}: {error}, {allowed}") from None
     usable = parts.scheme in ("http", "https") and parts.hostname and port != 0

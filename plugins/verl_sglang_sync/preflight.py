@@ -255,6 +255,7 @@ def _keys_without_effect(config: DictConfig, settings: WeightSyncConfig) -> Iter
     has_hybrid = OmegaConf.select(config, "actor_rollout_ref.hybrid_engine") is not False
     without_effect: list[tuple[str, Sequence[str]]] = []
     if backend not in (None, "naive") and not has_hybrid:
+        # No engine shares the trainer's GPUs, so none sleeps. With another backend no sync is ours.
         sync_keys = () if backend == DISAGGREGATED_BACKEND else SYNC_KEYS
         reason = f"{BACKEND_KEY}={backend!r} with hybrid_engine=False"
         without_effect.append((reason, (*SLEEP_KEYS, *sync_keys)))

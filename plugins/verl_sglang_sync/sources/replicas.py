@@ -161,5 +161,5 @@ def check_replicas(
             "weight sync refused: the TP ranks of one engine would hold parts of different models, "
             f"also with verl's own weight sync. {cause}"
         )
-    if own_rank() == 0:
+    if own_rank() == 0:  # one line for all ranks
         logger.warning("Replicas of the rollout serve different models. %s", cause)

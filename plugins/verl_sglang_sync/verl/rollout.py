@@ -109,6 +109,7 @@ class WeightSyncRollout(ServerAdapter):  # type: ignore[misc]
             return
         manager = await self._sharding_manager()
         version = None if global_steps is None else str(global_steps)
+        # verl syncs the base weights of an adapter first, and the adapter alone from then on.
         if (peft_config := kwargs.get("peft_config")) and kwargs.get("base_sync_done"):
             collect = partial(
                 collect_adapter,
@@ -171,7 +172,7 @@ class WeightSyncRollout(ServerAdapter):  # type: ignore[misc]
         return self._manager
 
     def _client(self, settings: WeightSyncConfig) -> SGLangServerClient | None:
-        if self._engine is None:
+        if self._engine is None:  # only the replica's leader has verl's client of the server
             return None
         server = self._engine.server_args
         return SGLangServerClient(

@@ -81,6 +81,7 @@ class NativeManager:
         from torch.distributed.device_mesh import init_device_mesh
         from verl.workers.rollout.sglang_rollout.http_server_engine import AsyncHttpServerAdapter
 
+        # In a training verl's CPU platform does this.
         if os.environ.get("SGLANG_USE_CPU_ENGINE"):
             from verl_sglang_sync.verl.cpu_platform import _share_tensors_by_name
 

@@ -68,6 +68,7 @@ def tested_beside(sglang: str | None) -> dict[str, str]:
     Args:
         sglang: the installed version, or None. The default serves for an untested one, too.
     """
+    # `public` drops a local suffix such as "+cu130".
     public = DEFAULT_SGLANG if sglang is None else Version(sglang).public
     release = public if public in TESTED_SGLANG else DEFAULT_SGLANG
     return TESTED | {"sglang": release} | TESTED_SGLANG[release]

@@ -163,6 +163,7 @@ def sentences(config: DictConfig, settings: WeightSyncConfig, machine: Machine) 
         order, staged = settings.stages, settings.multi_stage_wake_up
         host = ON_THE_HOST[settings.effective_host_backup]
         yield f"Sleep releases {', '.join(order.sleep)}, and the host keeps {host}"
+        # Without stages all memory is resumed before the sync.
         wake = order.wake if staged else (*order.before_sync, *order.after_sync, "sync")
         yield f"Wake-up: {', '.join(wake)}"
 
@@ -185,7 +186,7 @@ def _later_route(config: DictConfig, settings: WeightSyncConfig, machine: Machin
     if settings.exchange_shards and not computed:
         if is_elsewhere:
             ways.append("have every rank send the engines its shards")
-        elif num_ranks > 1:
+        elif num_ranks > 1:  # a single rank has nobody to exchange with
             ways.append("exchange the trainer ranks' shards")
     obstacles = f" (not in place: {', '.join(reasons)})" * bool(reasons)
     if not ways:
