@@ -55,6 +55,8 @@ verl.workers.engine:
     FSDPEngine; .get_per_tensor_param(self, layered_summon, base_sync_done)
 verl.workers.engine.base:
     BaseEngine; .get_per_tensor_param(self)
+verl.workers.engine.fsdp.transformer_impl:
+    unfuse_moe_params(weights, model_type)
 verl.workers.rollout.base:
     _ROLLOUT_REGISTRY; get_rollout_class(rollout_name, mode)
 verl.workers.rollout.llm_server:

@@ -25,6 +25,8 @@ _TEXT = {
 }
 _HEAD = {"head_dim": 16}
 _TIED = {"tie_word_embeddings": True}
+_UNTIED = {"tie_word_embeddings": False}
+"""As on the hub, and in SGLang; transformers ties them if the configuration does not say so."""
 _GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
 _CONV = {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3}
 _MAMBA = {"d_ssm": 64, "n_heads": 4, "d_head": 16, "d_state": 16, "n_groups": 1}
@@ -139,7 +141,7 @@ _LLAMA4_VISION = {
     "projector_output_dim": 64,
 }
 
-_CASE_FIELDS = ("attention_backend", "renamed", "transposed", "architecture")
+_CASE_FIELDS = ("attention_backend", "renamed", "transposed", "architecture", "server")
 
 
 def _case(name, stem, kind, options, **parts):
@@ -210,7 +212,8 @@ CASES = (
         _HEAD,
         {"intermediate_size": 64, "swiglu_limit": 7.0},
         attention_backend="triton",
-        transposed=r"experts\.gate_up_proj$",
+        # SGLang chooses `triton_kernel`, whose layout its loader only gets right on a GPU.
+        server={"moe_runner_backend": "triton"},
     ),
     _text("glm4-moe", "Glm4Moe", _SHARED_MOE, _HEAD, n_group=1, topk_group=1),
     _text(
@@ -234,7 +237,8 @@ CASES = (
     _vision(
         "qwen3-vl-moe",
         "Qwen3VLMoe",
-        {**_ROPE, **_MOE, **_HEAD},
+        # transformers tells by the shape whether it has to transpose what it loads.
+        {**_ROPE, **_MOE, **_HEAD, "moe_intermediate_size": 48},
         _QWEN3_VISION,
         transposed=r"experts\.(gate_up|down)_proj$",
     ),
@@ -252,6 +256,7 @@ CASES = (
         "Mistral3",
         {"model_type": "mistral", **_HEAD},
         {"model_type": "pixtral", **_SIGLIP, "head_dim": 16},
+        **_UNTIED,
     ),
     _vision("idefics2", "Idefics2", {"model_type": "mistral", **_HEAD}, _SIGLIP),
     _vision("mllama", "Mllama", {"cross_attention_layers": [1]}, _MLLAMA_VISION),
@@ -304,6 +309,7 @@ CASES = (
         "InternVL",
         {"model_type": "qwen2"},
         {**_SIGLIP, "image_size": [56, 56], "patch_size": [14, 14]},
+        **_UNTIED,
     ),
     _vision(
         "lfm2-vl",
@@ -312,7 +318,7 @@ CASES = (
         {"model_type": "siglip2_vision_model", **_SIGLIP, "num_patches": 16},
         renamed=((r"\.vision_tower\.", ".vision_tower.vision_model."),),
     ),
-    _vision("paddleocr-vl", "PaddleOCRVL", {**_ROPE, **_HEAD}, _SIGLIP),
+    _vision("paddleocr-vl", "PaddleOCRVL", {**_ROPE, **_HEAD}, _SIGLIP, **_UNTIED),
 )
 
 

@@ -28,7 +28,7 @@ class Case:
 
     `renamed` are `(pattern, replacement)` for checkpoint names; tensors whose name matches
     `transposed` get their last two dimensions swapped; `architecture` replaces the class name in
-    `config.json`.
+    `config.json`; `server` are more of SGLang's `ServerArgs`.
     """
 
     name: str
@@ -41,6 +41,7 @@ class Case:
     renamed: tuple[tuple[str, str], ...] = ()
     transposed: str | None = None
     architecture: str | None = None
+    server: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def save_checkpoint(case, folder):
         options |= {"text_config": case.text, "vision_config": case.vision}
     try:
         config = getattr(transformers, case.config)(**options)
-        with _without_hub_kernels():
+        with without_hub_kernels():
             model = getattr(transformers, case.model)._from_config(config, dtype=torch.bfloat16)
         model.save_pretrained(folder)
     except Exception as error:
@@ -88,7 +89,7 @@ def save_checkpoint(case, folder):
     return read_checkpoint(case, folder)
 
 
-def _without_hub_kernels():
+def without_hub_kernels():
     """Mamba classes ask the hub for a GPU kernel as they are built, and do without where it has
     none; where the hub cannot be reached they would not be built at all.
     """
@@ -144,6 +145,7 @@ def build_model(case, folder, ranks, **arguments):
             skip_tokenizer_init=True,
             tp_size=ranks.tp_size,
             ep_size=ranks.ep_size,
+            **case.server,
             **arguments,
         )
         config = ModelConfig.from_server_args(args)

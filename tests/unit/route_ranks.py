@@ -49,6 +49,15 @@ def _moe():
     return AutoModelForCausalLM.from_config(config)
 
 
+def _mixtral():
+    """Its checkpoint has each expert apart, under other names."""
+    from transformers import AutoModelForCausalLM, MixtralConfig
+
+    return AutoModelForCausalLM.from_config(
+        MixtralConfig(**_SIZES, num_local_experts=6, num_experts_per_tok=2)
+    )
+
+
 def _vl():
     from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig
 
@@ -66,7 +75,13 @@ def _vl():
     )
 
 
-MODELS = {"dense": lambda: _dense(False), "tied": lambda: _dense(True), "moe": _moe, "vl": _vl}
+MODELS = {
+    "dense": lambda: _dense(False),
+    "tied": lambda: _dense(True),
+    "moe": _moe,
+    "mixtral": _mixtral,
+    "vl": _vl,
+}
 
 
 def sharded(kind, dtype=torch.float32, strategy="fsdp2", **options):

@@ -48,6 +48,7 @@ def assemble(kind, rows, options):
     [
         ("tied", 1, {}, [(0,), (1,), (2,), (3,)]),
         ("moe", 1, {"mixed_precision": BF16}, [(0,), (1,), (2,), (3,)]),
+        ("mixtral", 1, {}, [(0,), (1,), (2,), (3,)]),
         ("vl", 1, {}, [(0,), (1,), (2,), (3,)]),
         ("dense", 2, {"sharding_strategy": ShardingStrategy.HYBRID_SHARD}, [(0, 2), (1, 3)]),
         ("dense", 1, {"sharding_strategy": ShardingStrategy.NO_SHARD}, [(0, 1, 2, 3)]),

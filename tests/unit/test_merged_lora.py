@@ -1,5 +1,6 @@
 """Merged LoRA adapters are exported as PEFT merges them; the trainer's model is left as it is."""
 
+import copy
 import dataclasses
 import importlib
 import inspect
@@ -17,7 +18,9 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
+from transformers.core_model_loading import revert_weight_conversion
 
+from unit import lora_rank
 from unit.lora_rank import (
     CASES,
     MOE_CASES,
@@ -32,6 +35,7 @@ from unit.lora_rank import (
     merged_by_peft,
     state_of,
 )
+from unit.route_ranks import MODELS
 from verl_sglang_sync.verl.merged_lora import (
     FUSED_EXPERTS,
     KNOWN,
@@ -76,6 +80,17 @@ def test_ranks_export_what_peft_merges(pool, case, dtype):
     with_verls = case not in ("other", "dora", "moe-experts")
     for found in pool.run(partial(compared, with_verls=with_verls), case, dtype):
         check(found, MAX_ERROR[dtype])
+
+
+def test_merged_weights_have_the_names_of_the_checkpoint(world_of_one):
+    with mock.patch.object(lora_rank, "base_model", lambda **_: MODELS["mixtral"]()):
+        model = adapted(torch.bfloat16, target_modules=["q_proj"])
+    merged = copy.deepcopy(model).merge_and_unload()
+    wanted = revert_weight_conversion(merged, merged.state_dict())
+    engine = engine_of(model)
+    export, _ = Exports().ours(engine)
+    assert is_same(dict(sorted(export)), dict(sorted(wanted.items())))
+    assert sum(".block_sparse_moe.experts." in name for name in wanted) == 2 * 3 * 6
 
 
 @pytest.fixture

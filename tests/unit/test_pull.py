@@ -71,7 +71,7 @@ def play(pool, *steps, kind="moe", **options):
 
 
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
-@pytest.mark.parametrize("kind", ["dense", "tied", "moe", "vl"])
+@pytest.mark.parametrize("kind", ["dense", "tied", "moe", "mixtral", "vl"])
 def test_what_is_pulled_is_what_the_export_would_give(pool, kind, strategy):
     for seen in play(pool, "sync", *["step", "sync"] * 4, kind=kind, strategy=strategy):
         assert seen["routes"] == ["export", *["pull"] * 4]

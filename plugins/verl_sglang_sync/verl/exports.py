@@ -1,5 +1,7 @@
 """Wrapper of verl's exports that makes them repeatable (`sources.export.Reexport`).
 
+Under FSDP the exported tensors have the names and layouts of the checkpoint (`checkpoint_format`).
+
 The wrapper also finds the sources of an export: FSDP2's module state, FSDP1's flat parameters
 (`flat_parameters`), or for Megatron-Bridge this rank's parameters.
 
@@ -15,6 +17,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -24,6 +27,7 @@ from verl_sglang_sync.sources.conversion_trace import Conversion, trace_conversi
 from verl_sglang_sync.sources.export import NamedTensor, Reexport, is_repeatable, transformed
 from verl_sglang_sync.sources.export_trace import TracedExport
 from verl_sglang_sync.sources.snapshot import Sources, module_state
+from verl_sglang_sync.verl.checkpoint_format import in_checkpoint_format
 from verl_sglang_sync.verl.flat_parameters import FlatParameters
 
 _METHOD = "get_per_tensor_param"
@@ -55,7 +59,7 @@ def _repeatable(method: Callable[..., Any]) -> Callable[..., Any]:
         is_lazy = not args and not kwargs and _has_adapter(engine)
         if is_lazy:
             kwargs = {"base_sync_done": True}
-        weights, peft_config = method(engine, *args, **kwargs)
+        weights, peft_config = _called(method, engine, *args, **kwargs)
         if peft_config is not None:
             _check_adapter(engine, peft_config)
         if is_lazy and peft_config is not None:
@@ -68,12 +72,14 @@ def _repeatable(method: Callable[..., Any]) -> Callable[..., Any]:
             return weights, peft_config
         adapter = None
         if peft_config is not None:
-            adapter = functools.partial(method, engine, *args, **{**kwargs, "base_sync_done": True})
+            adapter = functools.partial(
+                _called, method, engine, *args, **{**kwargs, "base_sync_done": True}
+            )
         sources = _sources_of(method, engine)
         export: Iterable[NamedTensor] = Reexport(repeat, weights, sources, adapter)
         is_merged = peft_config is None and _has_adapter(engine)
         if is_merged and is_verls_fsdp(method):
-            export = transformed(export, functools.partial(_unfused_copies, engine))
+            export = transformed(export, functools.partial(_converted_copies, engine))
         elif is_merged or _empties_storages(engine):
             export = transformed(export, _copied)
         return export, peft_config
@@ -82,8 +88,32 @@ def _repeatable(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _weights_of(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterable[NamedTensor]:
-    weights: Iterable[NamedTensor] = method(*args, **kwargs)[0]
+    weights: Iterable[NamedTensor] = _called(method, *args, **kwargs)[0]
     return weights
+
+
+def _called(method: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call `method`. If it is that of verl's FSDP engine, the tensors come in the checkpoint's
+    format.
+    """
+    if not is_verls_fsdp(method):
+        return method(engine, *args, **kwargs)
+    from verl.workers.engine.fsdp import transformer_impl
+
+    # verl 0.9.1 keeps the model's own names, and takes all fused experts apart under the names of
+    # Qwen's. It does so in one function, of the full tensors, which the method calls itself.
+    with mock.patch.object(
+        transformer_impl, "unfuse_moe_params", functools.partial(_in_checkpoint_format, engine)
+    ):
+        return method(engine, *args, **kwargs)
+
+
+def _in_checkpoint_format(
+    engine: Any, weights: Iterable[NamedTensor], model_type: str | None = None
+) -> Iterator[NamedTensor]:
+    """Convert the tensors of an FSDP engine. Replaces a function of verl with these arguments."""
+    model = _unwrapped(engine)
+    return in_checkpoint_format(weights, model.base_model.model if _has_adapter(engine) else model)
 
 
 def _sources_of(method: Callable[..., Any], engine: Any) -> Sources | None:
@@ -128,8 +158,7 @@ def flat_parameters(engine: Any) -> FlatParameters | None:
     if not isinstance(module, FullyShardedDataParallel):
         return None
     adds_to_it = _has_adapter(engine) or engine._qat_enabled
-    model_type = engine.model_config.hf_config.model_type
-    return None if adds_to_it else FlatParameters(module, model_type)
+    return None if adds_to_it else FlatParameters(module)
 
 
 def _has_adapter(engine: Any) -> bool:
@@ -164,12 +193,10 @@ def _copied(weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
         del tensor  # frees the memory for the next tensor
 
 
-def _unfused_copies(engine: Any, weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-    """Take apart the experts in verl's export of merged adapters, as its other exports do."""
-    from verl.workers.engine.fsdp.utils import unfuse_moe_params
-
+def _converted_copies(engine: Any, weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+    """Convert copies of verl's own export of merged adapters, in which experts are fused."""
     # verl merges into the module's parameters. On one rank `full_tensor` may return these uncopied.
-    yield from unfuse_moe_params(_copied(weights), engine.model_config.hf_config.model_type)
+    return _in_checkpoint_format(engine, _copied(weights))
 
 
 def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:

@@ -11,7 +11,7 @@ compared with FSDP1's records each time that the shards are listed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, chain
 from typing import Any
 
@@ -22,7 +22,6 @@ from torch.distributed.fsdp._common_utils import clean_tensor_name
 
 from sglang_loader.common.regions.compose import ByteMap
 from verl_sglang_sync.ranks import world_size
-from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.export_trace import (
     NotTraceable,
     StandIn,
@@ -32,6 +31,7 @@ from verl_sglang_sync.sources.export_trace import (
 )
 from verl_sglang_sync.sources.shard_reads import Owners
 from verl_sglang_sync.sources.snapshot import SourcesChanged
+from verl_sglang_sync.verl.checkpoint_format import in_checkpoint_format
 
 
 class FlatParameters:
@@ -39,11 +39,10 @@ class FlatParameters:
 
     Args:
         module: the root module, wrapped by FSDP1.
-        model_type: type of the Hugging Face model.
     """
 
-    def __init__(self, module: FullyShardedDataParallel, model_type: str) -> None:
-        self._module, self._model_type = module, model_type
+    def __init__(self, module: FullyShardedDataParallel) -> None:
+        self._module = module
 
     def __call__(self) -> Mapping[str, torch.Tensor]:
         """List this rank's shards, by the name of their module.
@@ -63,7 +62,6 @@ class FlatParameters:
             NotTraceable: the shards are on another device, or not where they are expected.
         """
         from verl.utils.model import convert_weight_keys
-        from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
         weights: dict[str, StandIn] = {}
         handles, problem = _wrapped_by_fsdp1(self._module)
@@ -79,10 +77,10 @@ class FlatParameters:
             raise NotTraceable(problem)
         # From here on as in verl's export: rename the weights, and take experts apart.
         named = {key: stand_in.tensor for key, stand_in in weights.items()}
-        named = convert_weight_keys(named, self._module._fsdp_wrapped_module)
-        export: Iterable[NamedTensor] = unfuse_moe_params(named.items(), self._model_type)
+        model = self._module._fsdp_wrapped_module
+        named = convert_weight_keys(named, model)
         return trace_export(
-            export,
+            in_checkpoint_format(named.items(), model),
             sources=self,
             world_size=world_size(),
             device=device,

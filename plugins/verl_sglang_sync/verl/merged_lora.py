@@ -30,9 +30,9 @@ from torch.distributed.tensor import DTensor
 from verl.utils.device import get_device_id
 from verl.utils.fsdp_utils import normalize_peft_param_name
 from verl.utils.model import convert_weight_keys
-from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
 from verl_sglang_sync.sources.export import NamedTensor
+from verl_sglang_sync.verl.checkpoint_format import in_checkpoint_format
 
 KNOWN = {
     name.format(layer)
@@ -152,8 +152,8 @@ def _name(kind: type) -> str:
 
 
 def _export(model: Any, layers: Layers) -> Iterator[NamedTensor]:
-    """Yield the merged weights with experts unfused, as verl does without an adapter."""
-    yield from unfuse_moe_params(_merged_state(model, layers), model.config.model_type)
+    """Yield the merged weights in the checkpoint's format, as the export without an adapter."""
+    return in_checkpoint_format(_merged_state(model, layers), model.base_model.model)
 
 
 def _merged_state(model: nn.Module, layers: Layers) -> Iterator[NamedTensor]:
