@@ -1,15 +1,16 @@
-"""Gives exported tensors the names and layouts of the checkpoint that the model was loaded from.
-
-transformers 5 renames tensors of a checkpoint when it loads them, and fuses the experts of a layer.
-SGLang's `load_weights` takes what the checkpoint has. `save_pretrained` makes that again, of the
-whole model at once. Here the same conversions are made of one gathered tensor after the other:
+"""Conversion of exported tensors to the names and layouts of the model's checkpoint.
 
     for name, tensor in in_checkpoint_format(gathered, model): ...
 
-Names and shapes alone decide what is converted, so all ranks decide alike. Most results are views
-of the gathered tensors, and a traced export finds the parameters' bytes in them. A tensor that
-loading would not bring back stays as verl exports it, and the engine's manifest check names what
-does not fit.
+transformers 5 renames tensors of a checkpoint when it loads them, and fuses the experts of a layer.
+SGLang's `load_weights` needs the tensors of the checkpoint. `save_pretrained` converts them back,
+the whole model at once. Here the same conversions are applied to one gathered tensor after the
+other.
+
+Only names and shapes decide what is converted, so all ranks decide alike. Most results are views of
+the gathered tensors, in which a traced export finds the parameters' bytes. If loading a converted
+tensor would not restore the original, the tensor stays as verl exports it. The engine's manifest
+check names tensors that do not fit.
 """
 
 from __future__ import annotations
@@ -45,17 +46,17 @@ _REARRANGE = frozenset(
         "Transpose",
     )
 )
-"""Operations of saving that only rearrange, each a known number of tensors; by name, since not
-every release of transformers has them all.
-"""
+"""Names of transformers' operations that only rearrange a known number of tensors when they save.
+Names, because not every release of transformers has all operations."""
 
 
 def in_checkpoint_format(weights: Iterable[NamedTensor], model: Any) -> Iterator[NamedTensor]:
-    """Convert the full tensors of a transformers model's state. Take the fused experts apart that
-    no conversion is for, as verl's export does.
+    """Convert the full tensors of a transformers model's state.
+
+    Fused experts without a conversion are taken apart, as in verl's export.
 
     Args:
-        weights: named as in the state of `model`.
+        weights: the tensors, with the names of the state of `model`.
     """
     from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
@@ -69,7 +70,7 @@ def in_checkpoint_format(weights: Iterable[NamedTensor], model: Any) -> Iterator
             yield name, tensor
         else:
             yield from unfuse_moe_params([(name, tensor)], model.config.model_type)
-        del tensor  # so that its memory can be used for the next one
+        del tensor  # frees the memory for the next tensor
 
 
 class _CheckpointFormat:
@@ -77,10 +78,11 @@ class _CheckpointFormat:
 
     def __init__(self, model: Any) -> None:
         known = _known_conversions(model)
-        used = getattr(model, "_weight_conversions", None)  # by `from_pretrained`
+        used = getattr(model, "_weight_conversions", None)  # set by `from_pretrained`
         self._loading: list[Any] = known if used is None else list(used)
         self._model = _saved_with(self._loading, model.config)
-        inverses = (each.reverse_transform() for each in reversed(self._model._weight_conversions))
+        conversions = reversed(self._model._weight_conversions)
+        inverses = (conversion.reverse_transform() for conversion in conversions)
         self._saving = list(inverses)
         self._decisions: dict[Any, bool] = {}
         self._names_of_tied = _names_of_tied(model, known) if self._saving else {}
@@ -91,8 +93,9 @@ class _CheckpointFormat:
         return not self._saving
 
     def converted(self, weights: Iterable[NamedTensor]) -> Iterator[tuple[bool, str, torch.Tensor]]:
-        """Yield (has an operation made the tensor, name, tensor). Tensors that are converted
-        together are held until all of them have come.
+        """Yield (True if the tensor was converted, name, tensor).
+
+        Tensors that are converted together are held until all of them have come.
         """
         waiting: dict[str, dict[str, NamedTensor]] = {}  # by name of the group, then by pattern
         for name, tensor in weights:
@@ -113,8 +116,9 @@ class _CheckpointFormat:
                 yield False, name, tensor
 
     def _group_of(self, name: str) -> tuple[str, str | None, int]:
-        """Return the name of a tensor's group, the pattern that the tensor has in it, or None if
-        only its name may change, and the number of members.
+        """Return the name of a tensor's group, the tensor's pattern, and the number of members.
+
+        The pattern is None if only the tensor's name may change.
         """
         renamings, converters = _by_kind(self._saving)
         # transformers 5.8 renames before it converts, later releases do so afterwards.
@@ -142,8 +146,9 @@ class _CheckpointFormat:
             yield is_converted, name, tensor.contiguous() if is_converted else tensor
 
     def _is_to_convert(self, members: Mapping[str, torch.Tensor]) -> bool:
-        """True if loading makes tensors of the same names and shapes from what would be saved, and
-        verl's own export does not have the same.
+        """Return True if loading the converted tensors would restore names and shapes.
+
+        False, too, if verl's own export has the same tensors.
         """
         key = tuple((name, tensor.shape, tensor.dtype) for name, tensor in members.items())
         if key not in self._decisions:
@@ -178,7 +183,7 @@ _formats: WeakKeyDictionary[Any, _CheckpointFormat] = WeakKeyDictionary()
 
 
 class _Inverted:
-    """A conversion whose inverse is made already."""
+    """A conversion that holds its inverse."""
 
     def __init__(self, inverse: Any) -> None:
         self._inverse = inverse
@@ -195,9 +200,8 @@ def _known_conversions(model: Any) -> list[Any]:
 
 
 def _names_of_tied(model: Any, conversions: Sequence[Any]) -> dict[str, str]:
-    """Return the names in a checkpoint of parameters that are tied to others. Checkpoints lack
-    these, so loading has used no conversion of their names.
-    """
+    """Return the names that tied parameters would have in a checkpoint."""
+    # Checkpoints lack these parameters, so loading has used no conversion of their names.
     saved_with, names = _saved_with(conversions, model.config), {}
     for name in getattr(model, "all_tied_weights_keys", ()):
         saved = revert_weight_conversion(saved_with, {name: torch.empty(0, device="meta")})
@@ -207,7 +211,8 @@ def _names_of_tied(model: Any, conversions: Sequence[Any]) -> dict[str, str]:
 
 
 def _saved_with(conversions: Sequence[Any], config: Any) -> Any:
-    """Return what `revert_weight_conversion` reads of a model that was loaded with these."""
+    """Return a stand-in for a model that was loaded with these conversions."""
+    # It has all that `revert_weight_conversion` reads.
     inverses = map(_inverse, conversions)
     used = [_Inverted(inverse) for inverse in inverses if inverse is not None]
     return SimpleNamespace(config=config, _weight_conversions=used)
@@ -233,7 +238,7 @@ def _inverse(conversion: Any) -> Any | None:
 def _loaded(
     saved: Mapping[str, torch.Tensor], conversions: Sequence[Any], model: Any
 ) -> dict[str, torch.Tensor]:
-    """Make of some of a checkpoint's tensors what `from_pretrained` makes of them."""
+    """Convert some of a checkpoint's tensors as `from_pretrained` does."""
     renamings, converters = _by_kind(conversions)
     loaded: dict[str, torch.Tensor] = {}
     collected: dict[str, Any] = {}
@@ -253,10 +258,10 @@ def _loaded(
 
 def _by_kind(conversions: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Return the renamings and the converters."""
-    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
-    return renamings, [each for each in conversions if isinstance(each, WeightConverter)]
+    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+    return renamings, [c for c in conversions if isinstance(c, WeightConverter)]
 
 
 def _converter_of(pattern: str, converters: Sequence[Any]) -> Any:
-    # transformers takes the last of those that share a pattern.
-    return next(each for each in reversed(converters) if pattern in each.source_patterns)
+    # transformers takes the last converter of those that share a pattern.
+    return next(c for c in reversed(converters) if pattern in c.source_patterns)

@@ -93,15 +93,13 @@ def _weights_of(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterab
 
 
 def _called(method: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call `method`. If it is that of verl's FSDP engine, the tensors come in the checkpoint's
-    format.
-    """
+    """Call `method`. The tensors of verl's FSDP engine come in the checkpoint's format."""
     if not is_verls_fsdp(method):
         return method(engine, *args, **kwargs)
     from verl.workers.engine.fsdp import transformer_impl
 
-    # verl 0.9.1 keeps the model's own names, and takes all fused experts apart under the names of
-    # Qwen's. It does so in one function, of the full tensors, which the method calls itself.
+    # verl 0.9.1 keeps the model's own names, and takes all fused experts apart under Qwen's names.
+    # The method calls one function for this, with the full tensors. Replace that function.
     with mock.patch.object(
         transformer_impl, "unfuse_moe_params", functools.partial(_in_checkpoint_format, engine)
     ):

@@ -75,7 +75,7 @@ class FlatParameters:
                 weights[f"{name}.{key}" if name else key] = weight
         if problem is not None:
             raise NotTraceable(problem)
-        # From here on as in verl's export: rename the weights, and take experts apart.
+        # From here on as in the real export: rename the weights, then convert their format.
         named = {key: stand_in.tensor for key, stand_in in weights.items()}
         model = self._module._fsdp_wrapped_module
         named = convert_weight_keys(named, model)
