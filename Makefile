@@ -5,7 +5,8 @@
 # sees the cached packages through a .pth file and has the project installed in editable mode.
 #
 # `make test PYTHON=python3.12` runs everything with another Python: the hash covers its version, and `.venv`
-# is made anew when it changes. `make test SGLANG=0.5.17` likewise, with another SGLang; 0.5.23 is the third.
+# is made anew when it changes. `make test SGLANG=0.5.17` likewise, with another SGLang; 0.5.20
+# and 0.5.23 are the others. 0.5.20 gets an empty cuda-tile; `make surface` is what was run with it.
 
 SHELL := /bin/bash
 PYTHON ?= python3.11
@@ -59,7 +60,7 @@ lint: setup ## ruff, the rules of plain English and mypy
 unit: setup ## the tests that start no servers
 	$(RUN) -m pytest -q -m "not e2e and not gpu" $(PYTEST_ARGS)
 
-surface: setup ## what we use of verl, with VERL=FOLDER: a checkout of its repository
+surface: setup ## the tests of what we use of verl and SGLang; with VERL=FOLDER of a checkout of verl's repository
 	PYTHONPATH=$(VERL) $(RUN) -m pytest -q tests/contract/test_upstream_surface.py tests/contract/test_upstream_behaviour.py $(PYTEST_ARGS)
 
 test: lint ## lint, and the tests (the GPU ones skip with a reason where there is no GPU)

@@ -110,9 +110,11 @@ sglang.srt.managers.scheduler_components.weight_updater:
     .release_memory_occupation(self, recv_req); .resume_memory_occupation(self, recv_req)
 sglang.srt.managers.scheduler_components.weight_updater [from 0.5.17]:
     SchedulerWeightUpdaterManager; ._assert_weight_cache_inactive(self, op)
+sglang.srt.managers.scheduler_components.weight_updater [from 0.5.20]:
+    SchedulerWeightUpdaterManager(scheduler)
+    .record_weight_version_after_update(self, weight_version)
 sglang.srt.managers.scheduler_components.weight_updater [from 0.5.21]:
-    SchedulerWeightUpdaterManager(scheduler, _session)
-    .record_weight_version_after_update(self, weight_version); ._select_runners(self, selector)
+    SchedulerWeightUpdaterManager(_session); ._select_runners(self, selector)
     .begin_weight_update(self, recv_req); .end_weight_update(self, recv_req)
 sglang.srt.managers.tokenizer_control_mixin:
     TokenizerControlMixin; .release_memory_occupation(self, obj, request)

@@ -5,7 +5,9 @@
 
 The SGLang that the `test` extra pins is what pip resolves next to verl. Another one wants a
 transformers that verl's metadata excludes: it is installed with the group `beside-newer-sglang`,
-then verl alone. Standard library only: this runs before all of them.
+then verl alone. SGLang 0.5.18 to 0.5.22 get an empty distribution in place of `cuda-tile`, of which
+PyPI has no wheel and which SGLang imports on GPUs alone. Standard library only: this runs before
+all of them.
 """
 
 import hashlib
@@ -14,11 +16,16 @@ import platform
 import re
 import subprocess
 import sys
+import tempfile
 import tomllib
+import zipfile
 from pathlib import Path
 
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 ALONE = "--no-deps"
+STAND_INS = "--find-links={stand_ins}"
+WITH_CUDA_TILE = ((0, 5, 18), (0, 5, 22))
+CUDA_TILE = "cuda_tile-1.6.0rc5"
 
 Step = tuple[list[str], list[str]]
 """Options of `pip install`, and requirements."""
@@ -37,7 +44,11 @@ def steps(sglang: str) -> list[Step]:
     verl = next(each for each in test if _name(each) == "verl")
     tools = [each for each in test if _name(each) not in ("verl", "sglang")]
     beside = groups["beside-newer-sglang"]
-    return [([], [f"sglang=={sglang}", *beside, *tools, *others]), ([ALONE], [verl, *without])]
+    first, last = WITH_CUDA_TILE
+    needs_stand_in = first <= tuple(map(int, sglang.split("."))) <= last
+    options = [STAND_INS] if needs_stand_in else []
+    newer = [f"sglang=={sglang}", *beside, *tools, *others]
+    return [(options, newer), ([ALONE], [verl, *without])]
 
 
 def _name(requirement: str) -> str:
@@ -53,8 +64,24 @@ def key(sglang: str) -> str:
 def build(sglang: str, folder: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     pip = [folder / "bin/python", "-m", "pip", "install", "-q"]
-    for options, requirements in [(["-U"], ["pip"]), *steps(sglang)]:
-        subprocess.run([*pip, *options, *requirements], check=True)
+    with tempfile.TemporaryDirectory() as stand_ins:
+        write_empty_wheel(Path(stand_ins), CUDA_TILE)
+        for options, requirements in [(["-U"], ["pip"]), *steps(sglang)]:
+            given = [option.format(stand_ins=stand_ins) for option in options]
+            subprocess.run([*pip, *given, *requirements], check=True)
+
+
+def write_empty_wheel(folder: Path, distribution: str) -> None:
+    """Write a wheel with nothing in it. `distribution`: its name and version, joined by "-"."""
+    name, release = distribution.split("-")
+    files = {
+        "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {release}\n",
+        "WHEEL": "Wheel-Version: 1.0\nGenerator: make\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    with zipfile.ZipFile(folder / f"{distribution}-py3-none-any.whl", "w") as wheel:
+        for file, text in files.items():
+            wheel.writestr(f"{distribution}.dist-info/{file}", text)
+        wheel.writestr(f"{distribution}.dist-info/RECORD", "")
 
 
 if __name__ == "__main__":

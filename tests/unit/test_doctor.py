@@ -78,8 +78,15 @@ FACTS = [  # what is looked at, the check, how it is judged, and what is said
     (partial(version, "0.11.0"), "version of verl", FAIL, "0.11.0"),
     (partial(version, "0.9.0"), "version of verl", FAIL, "0.9.0"),
     *(
-        (partial(beside, found), "version of sglang", status, "0.5.14")
-        for found, status in (("0.5.15", WARN), ("0.5.16.post1", WARN), ("0.5.18", FAIL))
+        (partial(beside, found), "version of sglang", status, said)
+        for found, status, said in (
+            ("0.5.15", WARN, "0.5.20 (its interfaces, and syncs of engines, on CPUs)"),
+            ("0.5.16.post1", WARN, "0.5.14 (all tests, and trainings on GPUs)"),
+            ("0.5.18", WARN, "0.5.18, tested with 0.5.14"),
+            ("0.5.20", OK, "0.5.20, as tested: its interfaces, and syncs of engines, on CPUs"),
+            ("0.5.24", FAIL, "0.5.24, allowed: <0.5.24,>=0.5.14"),
+            ("0.5.13", FAIL, "0.5.14"),
+        )
     ),
     (partial(beside, "0.5.24"), "version of torch", OK, "as tested"),
     (

@@ -30,10 +30,18 @@ TESTED = {
 TESTED_SGLANG = {
     "0.5.14": {"torch": "2.11.0", "transformers": "5.8.1"},
     "0.5.17": {"torch": "2.11.0", "transformers": "5.12.1"},
+    "0.5.20": {"torch": "2.13.0", "transformers": "5.12.1"},
     "0.5.23": {"torch": "2.14.1", "transformers": "5.19.0"},
 }
 """Tested releases of SGLang, with the other packages that each was tested with. pip resolves to the
 first one."""
+SGLANG_RUNS = {
+    "0.5.14": "all tests, and trainings on GPUs",
+    "0.5.17": "the fast tests, and one GPU",
+    "0.5.20": "its interfaces, and syncs of engines, on CPUs",
+    "0.5.23": "the fast tests, on CPUs",
+}
+"""Tests that were run with each of these releases."""
 DEFAULT_SGLANG = next(iter(TESTED_SGLANG))
 
 NAME = "verl_sglang_sync"
@@ -56,6 +64,8 @@ def version_checks(installed: Installed = installed_version) -> list[Check]:
     tested = tested_beside(installed("sglang"))
     checks = [requirements_check(tested, installed)]
     allowed = {requirement.name.lower(): requirement for requirement in _requirements(DISTRIBUTION)}
+    if "sglang" in allowed:
+        allowed["sglang"] = _with_excluded(allowed["sglang"])
     for name, wanted in tested.items():
         if actual := installed(name):
             checks.append(version_check(name, wanted, actual, allowed.get(name.lower())))
@@ -72,6 +82,14 @@ def tested_beside(sglang: str | None) -> dict[str, str]:
     public = DEFAULT_SGLANG if sglang is None else Version(sglang).public
     release = public if public in TESTED_SGLANG else DEFAULT_SGLANG
     return TESTED | {"sglang": release} | TESTED_SGLANG[release]
+
+
+def _with_excluded(requirement: Requirement) -> Requirement:
+    """Return the requirement without its exclusions."""
+    # The exclusions keep pip from SGLang 0.5.18 to 0.5.22. pip would build their `cuda-tile`, and
+    # fail, before pip sees that verl excludes their transformers. Images with `cuda-tile` run them.
+    kept = (specifier for specifier in requirement.specifier if specifier.operator != "!=")
+    return Requirement(f"{requirement.name}{','.join(map(str, kept))}")
 
 
 def _requirements(distribution: str) -> list[Requirement]:
@@ -111,10 +129,12 @@ def version_check(name: str, tested: str, actual: str, allowed: Requirement | No
     """
     title, install = f"version of {name}", f'pip install "{name}=={tested}"'
     if Version(actual).public == Version(tested).public:
-        return Check(title, OK, f"{actual}, as tested")
+        run = f": {SGLANG_RUNS[tested]}" if name == "sglang" else ""
+        return Check(title, OK, f"{actual}, as tested{run}")
     if allowed is not None and not allowed.specifier.contains(actual, prereleases=True):
         return Check(title, FAIL, f"{actual}, allowed: {allowed.specifier}", install)
-    versions = ", ".join(TESTED_SGLANG) if name == "sglang" else tested
+    runs = ", ".join(f"{release} ({run})" for release, run in SGLANG_RUNS.items())
+    versions = runs if name == "sglang" else tested
     return Check(title, WARN, f"{actual}, tested with {versions}", install)
 
 
