@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from unit.serving_engine import ServingEngine, colocated, synced
 from unit.trainer_ranks import trainer_ranks
@@ -128,6 +128,40 @@ def export_of(model, method=None):
     return _repeatable(getattr(method, "__wrapped__", method))(engine)[0]
 
 
+def full_tensors(export):
+    """Return what an export gives, by name, with one collective for all of its tensors.
+
+    `DTensor.full_tensor` costs milliseconds of CPU time, and tests compare many whole models.
+    """
+    sharded = []
+
+    def full_tensor(tensor, **_):
+        assert tensor.placements == (Shard(0),), tensor.placements
+        sharded.append((tensor.to_local(), torch.empty(tensor.shape, dtype=tensor.dtype)))
+        return sharded[-1][1]
+
+    with mock.patch.object(DTensor, "full_tensor", full_tensor):
+        tensors = dict(export)
+    world, everyones_rows = dist.get_world_size(), []
+    for rank in range(world):
+        sizes = [-(-len(full) // world) for _, full in sharded]  # in rows, as `torch.chunk` cuts
+        cut = zip(sizes, sharded, strict=True)
+        everyones_rows.append([full[rank * size : (rank + 1) * size] for size, (_, full) in cut])
+    memory = [local.contiguous().flatten().view(torch.uint8) for local, _ in sharded]
+    num_bytes = max(sum(rows.nbytes for rows in held) for held in everyones_rows)
+    own = torch.zeros(num_bytes, dtype=torch.uint8)
+    torch.cat(memory, out=own[: sum(len(part) for part in memory)])
+    everyones = [torch.empty_like(own) for _ in range(world)]
+    dist.all_gather(everyones, own)
+    for memory, held in zip(everyones, everyones_rows, strict=True):
+        offset = 0
+        for rows in held:
+            part = memory[offset : offset + rows.nbytes].clone()  # aligned as its type wants
+            rows.copy_(part.view(rows.dtype).view(rows.shape))
+            offset += rows.nbytes
+    return tensors
+
+
 def parts_of(name, tensor, rank):
     """What an engine rank keeps of a tensor: a share of rows, columns or experts, or even less."""
     if ".experts." in name:
@@ -223,7 +257,7 @@ class Rank:
                 local_of(tensor).untyped_storage().share_memory_()
         ranks, is_leader = trainer_ranks(TP)
         self.export = export_of(self.model)
-        exported = list(self.export)
+        exported = list(full_tensors(self.export).items())
         self.engine = ServingEngine(tp=TP) if is_leader else None
         if self.engine is not None:
             self.engine.models = [EngineModel(rank, exported) for rank in range(TP)]
@@ -289,7 +323,7 @@ class Rank:
 
     def wrong(self):
         """What this rank's engine has other than the export would give now."""
-        full = dict(self.export)
+        full = full_tensors(self.export)
         assert any(tensor.any() for tensor in full.values())
         models = self.engine.models if self.engine is not None else ()
         return [name for model in models for name in model.wrong(full)]
