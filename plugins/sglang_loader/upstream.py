@@ -1,8 +1,8 @@
 """All of SGLang's internals that we use, and all differences between its releases.
 
-The tested releases are 0.5.14, 0.5.17, 0.5.20 and 0.5.23. The code checks what a release has, not its
-version number. The internals are SGLang's messages, its weight updates, and facts about an engine's
-process. The hooks are registered in `sglang_plugin`.
+The tested releases are 0.5.14, 0.5.17, 0.5.20 and 0.5.23. The code checks what a release has, not
+its version number. The internals are SGLang's messages, its weight updates, and facts about an
+engine's process. The hooks are registered in `sglang_plugin`.
 """
 
 from __future__ import annotations

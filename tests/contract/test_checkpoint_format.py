@@ -33,7 +33,7 @@ from contract.weight_check_proof import check, specs_of
 from sglang_loader.load_plan.destinations import collect_destinations
 from support.assembled import misplaced
 from support.plan_check import differing, snapshot
-from verl_sglang_sync.ranks import TorchTrainerGroup
+from verl_sglang_sync.ranks import TrainerRanks
 from verl_sglang_sync.sources.source_map import SourceMap
 from verl_sglang_sync.verl import exports
 
@@ -131,7 +131,7 @@ def test_the_export_loads_as_the_checkpoint_does(checkpoint, rendezvous):
     load_eagerly(model, [exported])
     assert differing(memory, expected) == ()
 
-    group = TorchTrainerGroup(timeout_s=60, tp_mesh=init_device_mesh("cpu", (1,)))
-    source_map = SourceMap(group, CPU)
+    ranks = TrainerRanks(timeout_s=60, tp_mesh=init_device_mesh("cpu", (1,)))
+    source_map = SourceMap(ranks, CPU)
     assert source_map.trace(export) is None
-    assert misplaced(export, source_map, group) == []
+    assert misplaced(export, source_map, ranks) == []

@@ -231,7 +231,7 @@ def test_all_ranks_raise_the_same_failures(pool, failing, call):
 
 def test_values_that_must_be_the_same_are_named(pool):
     (text,) = set(pool.run(ranks_differ))
-    assert text.endswith("the ranks differ: rank 0: 0; rank 1: 1; rank 2: 1; rank 3: 1")
+    assert text.endswith("the ranks differ: rank 0: 0, rank 1: 1, rank 2: 1, rank 3: 1")
 
 
 @pytest.mark.parametrize("how", [ValueError("late"), KeyboardInterrupt()], ids=repr)

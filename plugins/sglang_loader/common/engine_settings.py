@@ -38,8 +38,10 @@ def graphs_are_released_by_tag() -> bool:
 
 
 REQUESTS_TAG = "requests"
-"""A tag without memory. A release of this tag alone has the engine refuse every request at once, a
-resume ends that."""
+"""A tag without memory. After a release of this tag alone the engine refuses every request at once,
+until a resume of the tag."""
 
-TAKEN_BY_TRAINER = "the trainer has taken this engine out of rotation; another one serves requests"
+TAKEN_BY_TRAINER = (
+    "the trainer has taken this engine out of rotation, and another one serves requests"
+)
 """The reason of such a refusal."""

@@ -2,7 +2,7 @@
 
     ranks.gather(item)     every rank's item, by rank
     ranks.all(holds)       True if a condition holds on all ranks
-    ranks.step(work)       do this rank's part of a step that may fail without harm
+    ranks.step(work)       run this rank's part of a step that may fail without harm
     ranks.poll(work)       repeat this rank's part until it is done on all ranks at once
     ranks.check(error)     raise on all ranks if any of them has failed
 
@@ -85,7 +85,9 @@ class Turn:
 
 
 class Ranks:
-    """See the module. This class is for a rank on its own. Subclasses override `_exchange`.
+    """All ranks, as one of them sees them. This class is for a rank on its own.
+
+    Subclasses override `_exchange`.
 
     Attributes:
         replica_ranks: the ranks that share this rank's rollout replica, its leader first.
@@ -117,7 +119,7 @@ class Ranks:
         *final: type[Exception],
         passing: tuple[type[Exception], ...] = (),
     ) -> tuple[Item | None, Reason | None]:
-        """Do this rank's part of a step that all ranks do, or that is left out.
+        """Run this rank's part of a step that all ranks do, or that is left out.
 
         Args:
             work: this rank's part. It must make no call that other ranks wait for.
@@ -208,7 +210,7 @@ class Ranks:
         """Return the reasons of all ranks as one, or None if no rank has any."""
         texts = [f"{self.name} {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]
         is_final = any(reason is not None and reason.is_final for reason in reasons)
-        return Reason("; ".join(texts), is_final) if texts else None
+        return Reason("\n".join(texts), is_final) if texts else None
 
     def _exchange(self, turn: Turn) -> list[Turn]:
         """Return every rank's turn, by rank."""
@@ -244,7 +246,7 @@ class Ranks:
         ]
         if not failures and len({turn.same for turn in turns}) > 1:
             values = [f"{self.name} {rank}: {turn.same}" for rank, turn in enumerate(turns)]
-            failures = [f"{differ}: {'; '.join(values)}"]
+            failures = [f"{differ}: {', '.join(values)}"]
         if failures:
             raise self._failed("\n".join(failures), failures)
         return turns

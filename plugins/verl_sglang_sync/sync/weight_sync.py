@@ -432,7 +432,7 @@ class WeightSync:
             return  # another sync can prepare a route
         raise FallbackRefused(
             "on_fallback=error, and the next syncs would be exported in full: "
-            f"{'; '.join(reasons)}. Set on_fallback=warn to go on slower"
+            f"{', '.join(reasons)}. Set on_fallback=warn to go on slower"
         )
 
     def _end_session(self, _: object, error: object, __: object) -> None:

@@ -115,7 +115,7 @@ class Pull(Route):
         for reason in found:
             num = f"{reasons.count(reason)} of {len(reasons)} engine ranks"
             warn_once(f"{num} cannot read the trainer's parameters in place: {reason}")
-        self.reason = "; ".join(found) or None
+        self.reason = ", ".join(found) or None
         return not found and self.prepare(sync)
 
     def why_not_in_place(self, loaded: Sequence[Loaded]) -> list[str | None]:
