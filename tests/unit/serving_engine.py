@@ -25,7 +25,7 @@ from support.settings import settings_of
 from verl_sglang_sync.engine.server_client import operations
 from verl_sglang_sync.ranks import TrainerRanks
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.sync.weight_sync import colocated_sync
+from verl_sglang_sync.sync.topologies import colocated_sync
 
 NO_STEPS = session.SessionSteps(
     after_join=lambda: None, before_writing=lambda: None, before_loading=lambda layout: None

@@ -22,7 +22,7 @@ from verl_sglang_sync import WeightSyncError
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroup
 from verl_sglang_sync.ranks import TrainerRanks
 from verl_sglang_sync.routes import broadcast as route
-from verl_sglang_sync.sync.weight_sync import disaggregated_sync
+from verl_sglang_sync.sync.topologies import disaggregated_sync
 
 CPU = torch.device("cpu")
 TPS = (1, 2)

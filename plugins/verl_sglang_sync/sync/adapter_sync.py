@@ -19,10 +19,10 @@ UNLOAD = "unload_adapter"
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterUpdate:
-    """A new state of the adapter: the requests that unload the old one and load this one.
+    """A new state of the adapter, as two requests: to unload the old state, and to load this one.
 
     Attributes:
-        refusal: why engines would serve another policy than this one; None: they serve it.
+        refusal: the reason why engines would serve another policy, or None.
     """
 
     unload: Call
@@ -37,7 +37,7 @@ class AdapterRefused(RuntimeError):
 
 
 class AdapterSync:
-    """Replaces the adapter of engines. Every trainer rank has one such object for all syncs."""
+    """All syncs of an adapter. Every trainer rank has one such object."""
 
     def __init__(self, ranks: TrainerRanks) -> None:
         self._ranks = ranks
@@ -49,15 +49,15 @@ class AdapterSync:
         engines: Mapping[str, Engine],
         report: SyncReport,
     ) -> None:
-        """Have engines serve a new state of the adapter; collective.
+        """Replace the adapter of all engines. Collective.
 
         Args:
             collect: reads the export, which is collective over the trainer's ranks.
             engines: this rank's engines, if any, by a name that changes with a restart.
 
         Raises:
-            WeightSyncError: on every rank, if any rank failed; each engine then serves the new
-                state, the old one, or no adapter. After a refusal no engine was sent anything.
+            WeightSyncError: on every rank, if any rank failed. Each engine then serves the new
+                state, the old state, or no adapter. After a refusal no engine was sent anything.
         """
 
         def collected() -> AdapterUpdate:
@@ -86,16 +86,13 @@ class AdapterSync:
 
 
 async def _on_each(engines: Iterable[Engine], call: Call, report: SyncReport, stage: str) -> None:
-    """Send a request to all engines; raises the first failure when all have answered.
-
-    Failures to unload are only logged: an engine without an adapter refuses that, and one that
-    still serves an adapter refuses to load the next one.
-    """
-
+    """Send a request to all engines. Raise the first failure when all engines have answered."""
     with report.stage(stage):
         replies = [asyncio.wrap_future(engine.submit(call)) for engine in engines]
         outcomes = await asyncio.gather(*replies, return_exceptions=True)
     for outcome in outcomes:
+        # An engine without an adapter refuses to unload. An engine that still serves an adapter
+        # refuses to load the next one.
         if stage == UNLOAD and isinstance(outcome, Exception):
             logger.info("the last LoRA adapter was not unloaded: %s", outcome)
         elif isinstance(outcome, BaseException):

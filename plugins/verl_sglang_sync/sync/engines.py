@@ -5,20 +5,21 @@
     engines.abandon()                   # a sync has failed: drop what the next must not use
 
 `ColocatedEngine`: every trainer rank has a session with the engine rank on its own device, which
-maps its staging buffers. `RemoteEngines` (disaggregated): the first trainer rank has the sessions
-with all engine ranks. It broadcasts to them; or some of them map the trainer ranks' parameters, and
-all trainer ranks send to the others.
+maps the trainer rank's staging buffers. `RemoteEngines` (disaggregated): the first trainer rank has
+the sessions with all engine ranks. Exported buckets are broadcast to all engine ranks. By the
+routes, near engine ranks map the trainer ranks' parameters, and all trainer ranks send to far ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_loader.common.session.folder import remove_orphans
+from sglang_loader.common.session.folder import SessionFolder, remove_orphans
 from sglang_loader.common.session.messages import Proof
+from sglang_loader.common.shared_memory import BufferHandle
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.arrangements import EngineArrangements
 from verl_sglang_sync.engine.engine_ranks import Engine, EngineRank, OpeningRequest
@@ -28,7 +29,7 @@ from verl_sglang_sync.ranks import TrainerRanks, own_rank, world_size
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.broadcast import BroadcastDelivery
 from verl_sglang_sync.routes.mapped_delivery import MappedDelivery
-from verl_sglang_sync.routes.route import Delivery
+from verl_sglang_sync.routes.route import Delivery, Route
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.memory_blocks import BlockNames
 
@@ -45,8 +46,11 @@ class SyncTask:
 
 @dataclass(eq=False)
 class ColocatedEngine:
-    """The engine rank on this trainer rank's device; `_engine` is the replica's server on its
-    leader, None on the other ranks.
+    """The engine rank on this trainer rank's device.
+
+    Attributes:
+        _engine: the replica's server on its leader. None on the other ranks.
+        readers: the arrangements of the engine rank.
     """
 
     _engine: Engine | None
@@ -71,8 +75,16 @@ class ColocatedEngine:
             request.post([descriptors[rank] for rank in of_replica])
         return MappedDelivery(engines, settings, task.report)
 
+    def current_readers(self) -> Sequence[EngineArrangements]:
+        """Return the arrangements of this rank's engine rank."""
+        return self.readers
+
+    def record(self, handle: BufferHandle) -> None:
+        """Write down a handle before it leaves this process."""
+        self.sockets.folder.record(handle)
+
     def abandon(self) -> None:
-        """Do nothing: no state is kept between syncs."""
+        """Drop nothing, as no state is kept between syncs."""
 
 
 @dataclass(eq=False)
@@ -80,18 +92,16 @@ class RemoteEngines:
     """The engine ranks of all replicas, on other devices.
 
     Attributes:
-        _groups: forms groups with the trainer's first rank; None on the others, which have no
-            sessions.
-        _senders: forms groups with all trainer ranks, which send in them to replicas that do not
-            read in place.
-        _may_send: whether they do so in the next sync.
-        readers: on the first rank, the arrangements of all engine ranks; new objects if these are
-            other engine ranks.
+        _groups: makes groups of the trainer's first rank and all engine ranks. None on the other
+            trainer ranks, which have no sessions.
+        _senders: makes groups of all trainer ranks and the engine ranks that they send to.
+        sender: the route by which all trainer ranks send, in the syncs for which it is prepared.
+        readers: the arrangements of all engine ranks, on the first trainer rank. If the engine
+            ranks change, these are new objects.
     """
 
     _groups: UpdateGroups | None
     _senders: UpdateGroups
-    _may_send: Callable[[], bool]
     _settings: WeightSyncConfig
 
     def __post_init__(self) -> None:
@@ -100,6 +110,8 @@ class RemoteEngines:
         self._sending: UpdateGroup | None = None  # of the last sync in which all ranks might send
         self._readers_group = ""  # name of the group of these engine ranks
         self._sent: dict[EngineArrangements, SentHandles] = {}
+        self._folder: SessionFolder | None = None  # made with the first handle, which it lists
+        self.sender: Route | None = None
 
     def open(
         self, stack: ExitStack, engines: list[EngineRank], task: SyncTask, proof: Proof
@@ -109,7 +121,7 @@ class RemoteEngines:
         group: UpdateGroup | None = None
         if self._groups is not None:
             group = self._group_of(self._groups, task.replicas)
-        if self._may_send():
+        if self.sender is not None and self.sender.is_prepared:
             self._sending = self._sending_group_of(group)
             senders = self._sending.name
         if group is None:
@@ -118,9 +130,18 @@ class RemoteEngines:
         limit_s = settings.request_timeout_s
         return BroadcastDelivery(engines, group.process_group, limit_s, task.report)
 
-    @property
+    def current_readers(self) -> Sequence[EngineArrangements]:
+        """Return the arrangements of this rank's engine ranks, as they are now."""
+        return self.readers
+
+    def record(self, handle: BufferHandle) -> None:
+        """Write down a handle before it leaves this process."""
+        if self._folder is None:
+            self._folder = SessionFolder()
+        self._folder.record(handle)
+
     def sending_group(self) -> Any:
-        """Torch's process group in which all trainer ranks send in this sync."""
+        """Return torch's process group in which all trainer ranks send in this sync."""
         assert self._sending is not None, "formed before the sessions were opened"
         return self._sending.process_group
 
@@ -140,7 +161,7 @@ class RemoteEngines:
         return group
 
     def _sending_group_of(self, group: UpdateGroup | None) -> UpdateGroup:
-        """Form the group of all trainer ranks and the replicas that do not read in place.
+        """Return the group of all trainer ranks and the replicas that do not read in place.
 
         Args:
             group: of the first rank and all replicas. None on the other ranks.

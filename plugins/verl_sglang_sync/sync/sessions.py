@@ -27,7 +27,13 @@ from sglang_loader.common.session.messages import Loaded, PeerLost
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.engine_ranks import EngineRank, OpeningRequest, poll, wait_for
 from verl_sglang_sync.engine.server_client.errors import ReplyLost, ServerUnreachable
-from verl_sglang_sync.engine.session import EngineCannotMap, EngineFailed, Misfit, ProofFailed
+from verl_sglang_sync.engine.session import (
+    EngineCannotMap,
+    EngineFailed,
+    Misfit,
+    ProofFailed,
+    TrainerSession,
+)
 from verl_sglang_sync.ranks import AGREE_EVERY_S, RankLost, ReplicasDiffer, WeightSyncError
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.route import Delivery, SyncSource
@@ -78,7 +84,7 @@ class SyncFailed(WeightSyncError):
         self.endings = endings
         state = MAY_SERVE if self.may_be_served else MAY_BE_INCOMPLETE
         details = [f"rank {rank}: {e.details}" for rank, e in enumerate(endings) if e.details]
-        text = "\n".join((f"weight sync failed; {state}", *failures, *details))
+        text = "\n".join((f"weight sync failed, and {state}", *failures, *details))
         super().__init__(text, failures)
 
     @property
@@ -219,6 +225,10 @@ class Sessions:
     def finish(self, source: SyncSource, meanwhile: Callable[[], None]) -> None:
         """Call `meanwhile` while this rank's engine ranks read to the end."""
         asks, num_buckets = source.asks_for_arrangements, self.sent.num_buckets
+
+        def has_read_all(session: TrainerSession) -> bool:
+            return session.num_done == num_buckets
+
         for engine in self.engines:
             with engine.naming_errors():
                 engine.session.finish(
@@ -229,7 +239,7 @@ class Sessions:
         meanwhile()
         limit_s = self.settings.request_timeout_s
         with self.report.stage("load"):
-            wait_for(self.engines, lambda s: s.num_done == num_buckets, limit_s)
+            wait_for(self.engines, has_read_all, limit_s)
 
     def wait_until_loaded(self) -> list[Loaded]:
         """Wait until all ranks' engine ranks report how they have loaded.
@@ -263,7 +273,7 @@ class Sessions:
         return [e.session.loaded for e in self.engines if e.session.loaded is not None]
 
     def commit(self, *, is_last: bool) -> None:
-        """Have the weights published. All ranks have agreed that everything is loaded.
+        """Publish the weights, after all ranks have agreed that everything is loaded.
 
         Args:
             is_last: False: no request may run before the sync's next session has ended.
@@ -341,11 +351,11 @@ class Sessions:
         raise SyncFailed(shared.failures, endings) from cause
 
     def _abort(self, reason: str) -> str | None:
-        """Tell the engine ranks to give up, and wait until they have, `GIVE_UP_S` at most.
+        """Abort all sessions, and wait until the engine ranks have given up, `GIVE_UP_S` at most.
 
         Returns:
-            The servers that were lost meanwhile, or None. One that died ends a collective for the
-            other engines, and one of those may have reported its own failure first.
+            The errors of servers that were lost meanwhile, or None. If a server dies, a collective
+            of the other engines fails, and one of those engines may report its failure first.
         """
         for engine in self.engines:
             request = engine.request

@@ -29,21 +29,21 @@ from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.stages import KV_CACHE, WEIGHTS
 from verl_sglang_sync.sync.adapter_sync import AdapterSync, AdapterUpdate
-from verl_sglang_sync.sync.weight_sync import colocated_sync
+from verl_sglang_sync.sync.topologies import colocated_sync
 
 
 class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
-    """Wakes up, syncs and puts to sleep the engine of one rollout replica.
+    """The wake-ups, syncs and sleeps of the engine of one rollout replica.
 
-    Every trainer process has one; only the replica's leader calls the engine, the other ranks take
-    part in the collectives.
+    Every trainer process has one manager. The replica's leader calls the engine. The other ranks
+    take part in the collectives.
 
     Args:
-        engine: the replica's server on its leader; None on the other ranks.
+        engine: the replica's server on its leader. None on the other ranks.
         device: device of the engine's weights on this rank.
 
     Attributes:
-        report: of the wake-up in progress; replaced when it is published.
+        report: of the wake-up in progress. A published report is replaced by a new one.
     """
 
     def __init__(
@@ -68,8 +68,9 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         self._adapter = AdapterSync(ranks)
 
     def take_published(self) -> SyncReport | None:
-        """The report published since the last call, or None; always None on other ranks than the
-        leader.
+        """Return the report that was published since the last call, or None.
+
+        On other ranks than the leader there is none.
         """
         published, self._published = self._published, None
         return published
@@ -96,22 +97,22 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
             self._publish()
 
     async def release(self, tags: Sequence[str] | None = None) -> None:
-        """Release memory, by default all that sleeps; a no-op for memory that is released."""
+        """Release the memory of tags that is not released yet, by default of all tags."""
         if not self._settings.free_cache_engine:
             return
         wanted = self._settings.stages.sleep if tags is None else tags
         await self._on_leader("release", operations.release_memory(wanted))
 
     async def sync(self, weights: Iterable[NamedTensor], *, version: str | None = None) -> None:
-        """Send all weights; the engine drops its prefix cache, and publishes the version.
+        """Send all weights. The engine drops its prefix cache, and publishes the version.
 
         Args:
-            weights: pairs `(name, full tensor)`; iterating is collective over the trainer's ranks,
+            weights: pairs `(name, full tensor)`. Iterating is collective over the trainer's ranks,
                 and goes on to the end even if the sync fails. See `sources.export`.
             version: version of the new weights, such as verl's global step.
 
         Raises:
-            WeightSyncError: on every rank, if any rank failed; the engine must not serve.
+            WeightSyncError: on every rank, if any rank failed. The engine must not serve.
         """
         await self._reported(
             self._weight_sync.sync(weights, version=version, report=self.report), version
@@ -120,7 +121,7 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
     async def sync_adapter(
         self, collect: Callable[[], AdapterUpdate], *, version: str | None = None
     ) -> None:
-        """Have the engine serve a new state of its LoRA adapter; see `AdapterSync.sync`."""
+        """Replace the engine's LoRA adapter, see `AdapterSync.sync`."""
         engines = {} if self._engine is None else {"its own": self._engine}
         await self._reported(self._adapter.sync(collect, engines, self.report), version)
 
@@ -133,7 +134,7 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
             self._publish()
 
     async def _on_leader(self, stage: str, call: Call) -> None:
-        """Run an operation on the leader's engine; all ranks raise if it fails on any replica."""
+        """Run an operation on the engine of each replica. All ranks raise if one fails."""
         engine = self._engine
         work = None if engine is None else self._run_stage(stage, engine, call)
         with self._new_report_after_failure():
@@ -147,7 +148,7 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
 
     @contextmanager
     def _new_report_after_failure(self) -> Iterator[None]:
-        """If a stage fails, the stages that are then made again count from zero."""
+        """Replace the report if a stage fails: the stages made again count from zero."""
         try:
             yield
         except WeightSyncError:

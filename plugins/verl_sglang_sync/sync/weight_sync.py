@@ -21,7 +21,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from itertools import chain
 
 import torch
@@ -29,17 +29,11 @@ import torch
 from sglang_loader.common.garbage_collection import no_full_collections
 from sglang_loader.common.naming import listed
 from sglang_loader.common.ranks import Interrupted, Reason, drop_frames
-from sglang_loader.common.session.folder import SessionFolder
 from sglang_loader.common.session.messages import Loaded, Proof
-from verl_sglang_sync.config import WeightSyncConfig
-from verl_sglang_sync.engine.engine_ranks import Engine, EngineRank, OpeningRequest
-from verl_sglang_sync.engine.update_groups import Replica, UpdateGroups
-from verl_sglang_sync.ranks import TrainerRanks, world_size
+from verl_sglang_sync.engine.engine_ranks import EngineRank, OpeningRequest
+from verl_sglang_sync.engine.update_groups import Replica
 from verl_sglang_sync.report import SyncReport, warn_once
-from verl_sglang_sync.routes.exchange import Exchange
 from verl_sglang_sync.routes.export import ExportedBuckets
-from verl_sglang_sync.routes.pull.route import Pull
-from verl_sglang_sync.routes.pull_and_send import PullAndSend
 from verl_sglang_sync.routes.route import (
     ExportedSync,
     Recovery,
@@ -48,7 +42,6 @@ from verl_sglang_sync.routes.route import (
     RouteState,
     SyncSource,
 )
-from verl_sglang_sync.routes.shards.all_to_all import NUM_TRAVELLING
 from verl_sglang_sync.routes.staging_ring import StagingRing
 from verl_sglang_sync.sources.export import Export, NamedTensor, is_repeatable
 from verl_sglang_sync.sync.engines import ColocatedEngine, RemoteEngines, SyncTask
@@ -167,7 +160,7 @@ class WeightSync:
             raise
 
     def _sync(self, task: SyncTask) -> None:
-        """Bring new weights, and prove what is not proven yet."""
+        """Send new weights, and prove what is not proven yet."""
         number = self._num_syncs + 1
         every = self._settings.prove_every_n_syncs
         is_due = number == self._next_proof or (every > 0 and number % every == 0)
@@ -193,10 +186,12 @@ class WeightSync:
         self._num_syncs = number
 
     def _bring(self, attempt: Attempt) -> Attempt:
-        """Bring new weights, by the first of the routes that has them, or by the export.
+        """Send new weights by the first of the routes that has them, or by the export.
+
+        A failure before anything was published costs a second attempt.
 
         Returns:
-            The attempt that succeeded. A failure before anything was published costs a second one.
+            The attempt that succeeded.
         """
         try:
             self._once(attempt)
@@ -249,8 +244,11 @@ class WeightSync:
         return True
 
     def _prove_served(self, task: SyncTask) -> None:
-        """Send the weights by the export, through `load_weights`, and compare: do the engines serve
-        what the trainer has? If not, they do now, and no fast way is taken any more.
+        """Check that the engines serve what the trainer has.
+
+        The weights go once more by the export, through `load_weights`, and the engines compare
+        them with what they held. If they differ, the engines have the right weights now, and no
+        route is taken any more.
         """
         attempt = Attempt(_without_report(task), proof="served")
         with task.report.stage("prove"):
@@ -283,8 +281,11 @@ class WeightSync:
         logger.error("weight sync: %s. The engines have the right weights now, by export.", text)
 
     def _plan_proof(self, num_alike: int) -> None:
-        """After a proof: prove again later if tensors that held the same bytes may have been
-        confused with each other, which shows only once they have parted.
+        """Plan the next proof, after a good one.
+
+        Args:
+            num_alike: storages that held the same bytes as another one. The proof cannot tell them
+                apart. If their bytes differ later, another proof can.
         """
         self._next_proof = None
         if num_alike and any(route.is_prepared for route in self._routes):
@@ -299,7 +300,7 @@ class WeightSync:
                 request.result()
 
     def _once(self, attempt: Attempt) -> None:
-        """Have one session with each engine rank, from the request that opens it to its reply.
+        """Run one session with each engine rank, from the request that opens it to its reply.
 
         Raises:
             WeightSyncError: on every rank, if any rank failed.
@@ -390,7 +391,7 @@ class WeightSync:
                     route.prepare_to_learn(task.weights)
 
     def _note_compared(self, attempt: Attempt, loaded: Sequence[Loaded]) -> None:
-        """Note what the proof found on all engine ranks."""
+        """Collect what the proof found on all engine ranks."""
         own = [(each.differing, each.num_alike) for each in loaded]
         found = list(chain.from_iterable(self._ranks.gather(own)))
         attempt.differing = list(dict.fromkeys(name for names, _ in found for name in names))
@@ -408,7 +409,7 @@ class WeightSync:
                 engine.arrangements.learn(outcome.arrangements, self._cutter.buckets)
 
     def _learn(self, task: SyncTask, source: ExportedBuckets, loaded: Sequence[Loaded]) -> None:
-        """After an export that is loaded, prepare the routes by which the next syncs go."""
+        """Prepare the routes by which the next syncs go, after an export that is loaded."""
         routes = self._routes if source.asks_for_arrangements else self._routes[:1]
         exported = ExportedSync(task.weights, loaded, source.comparison)
         for number, route in enumerate(routes, start=1):
@@ -451,45 +452,6 @@ def _num_replayed(outcome: Loaded) -> int:
 
 
 def _without_report(task: SyncTask) -> SyncTask:
-    """The task of a session that proves: what it counts is not what the sync has cost."""
+    """Return the task of a session that proves, which the report of the sync does not count."""
     report = SyncReport(mode=task.report.mode, replica=task.report.replica)
     return replace(task, report=report)
-
-
-def colocated_sync(
-    *, engine: Engine | None, settings: WeightSyncConfig, ranks: TrainerRanks, device: torch.device
-) -> WeightSync:
-    """Carries the syncs of one replica, on the trainer ranks' devices: `SGLangShardingManager`."""
-    num_buffers = settings.num_staging_buffers
-    ring = StagingRing(device, num_buffers=num_buffers, bucket_bytes=settings.bucket_bytes)
-    engines = ColocatedEngine(engine, ranks, settings)
-    context = RouteContext(ranks, device, settings, lambda: engines.readers)
-    pull = Pull(context, lambda handle: engines.sockets.folder.record(handle))
-    return WeightSync(context, engines=engines, routes=(pull, Exchange(context, ring)), ring=ring)
-
-
-def disaggregated_sync(
-    *, address: str | None, settings: WeightSyncConfig, ranks: TrainerRanks, device: torch.device
-) -> WeightSync:
-    """Carries syncs to replicas on devices of their own.
-
-    Args:
-        address: of the host of the trainer's first rank, as the replicas reach it; None on the
-            other ranks, which do not broadcast.
-        device: of the staging buffers and of the update groups.
-    """
-    settings = settings.for_session()
-    limit_s = settings.timeouts_s.get("group", settings.request_timeout_s)
-    make_groups = partial(UpdateGroups, address=address or "", device=device, timeout_s=limit_s)
-    groups: UpdateGroups | None = None
-    ring: StagingRing | None = None
-    if address is not None:
-        groups = make_groups()
-        ring = StagingRing(device, num_buffers=NUM_TRAVELLING, bucket_bytes=settings.bucket_bytes)
-    senders = make_groups(trainers=ranks)
-    engines = RemoteEngines(groups, senders, lambda: send.is_prepared, settings)
-    context = RouteContext(ranks, device, settings, lambda: engines.readers, world_size())
-    folder = cache(SessionFolder)  # made when there is memory that engines map, which it lists
-    pull, near = (Pull(context, lambda handle: folder().record(handle)) for _ in range(2))
-    send = PullAndSend(context, near, lambda: engines.sending_group)
-    return WeightSync(context, engines=engines, routes=(pull, send), ring=ring)

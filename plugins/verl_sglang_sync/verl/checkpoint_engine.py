@@ -28,7 +28,8 @@ from verl_sglang_sync.ranks import (
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sources.export import AdapterExport, NamedTensor
 from verl_sglang_sync.sync.adapter_sync import AdapterSync, AdapterUpdate
-from verl_sglang_sync.sync.weight_sync import WeightSync, disaggregated_sync
+from verl_sglang_sync.sync.topologies import disaggregated_sync
+from verl_sglang_sync.sync.weight_sync import WeightSync
 from verl_sglang_sync.verl.exports import make_exports_repeatable
 from verl_sglang_sync.verl.rollout_server import (
     RolloutServer,

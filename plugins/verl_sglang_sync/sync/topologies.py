@@ -1,0 +1,64 @@
+"""The two kinds of syncs: of engines on the trainer's devices, and of engines on other ones."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from verl_sglang_sync.config import WeightSyncConfig
+from verl_sglang_sync.engine.engine_ranks import Engine
+from verl_sglang_sync.engine.update_groups import UpdateGroups
+from verl_sglang_sync.ranks import TrainerRanks, world_size
+from verl_sglang_sync.routes.exchange import Exchange
+from verl_sglang_sync.routes.pull.route import Pull
+from verl_sglang_sync.routes.pull_and_send import PullAndSend
+from verl_sglang_sync.routes.route import RouteContext
+from verl_sglang_sync.routes.shards.all_to_all import NUM_TRAVELLING
+from verl_sglang_sync.routes.staging_ring import StagingRing
+from verl_sglang_sync.sync.engines import ColocatedEngine, RemoteEngines
+from verl_sglang_sync.sync.weight_sync import WeightSync
+
+
+def colocated_sync(
+    *, engine: Engine | None, settings: WeightSyncConfig, ranks: TrainerRanks, device: torch.device
+) -> WeightSync:
+    """Make the syncs of one replica, on the trainer ranks' devices.
+
+    Args:
+        engine: the replica's server on its leader. None on the other ranks.
+        device: of the parameters on this rank, and of the engine rank that this rank syncs.
+    """
+    num_buffers = settings.num_staging_buffers
+    ring = StagingRing(device, num_buffers=num_buffers, bucket_bytes=settings.bucket_bytes)
+    engines = ColocatedEngine(engine, ranks, settings)
+    context = RouteContext(ranks, device, settings, engines.current_readers)
+    routes = Pull(context, engines.record), Exchange(context, ring)
+    return WeightSync(context, engines=engines, routes=routes, ring=ring)
+
+
+def disaggregated_sync(
+    *, address: str | None, settings: WeightSyncConfig, ranks: TrainerRanks, device: torch.device
+) -> WeightSync:
+    """Make the syncs of replicas on devices of their own.
+
+    Args:
+        address: of the host of the trainer's first rank, as the replicas reach it. None on the
+            other ranks, which do not broadcast.
+        device: of the staging buffers and of the update groups.
+    """
+    settings = settings.for_session()
+    limit_s = settings.timeouts_s.get("group", settings.request_timeout_s)
+    make_groups = partial(UpdateGroups, address=address or "", device=device, timeout_s=limit_s)
+    groups: UpdateGroups | None = None
+    ring: StagingRing | None = None
+    if address is not None:
+        groups = make_groups()
+        ring = StagingRing(device, num_buffers=NUM_TRAVELLING, bucket_bytes=settings.bucket_bytes)
+    engines = RemoteEngines(groups, make_groups(trainers=ranks), settings)
+    # Engine ranks are numbered after the trainer's ranks, with which they form a group.
+    first_reader = world_size()
+    context = RouteContext(ranks, device, settings, engines.current_readers, first_reader)
+    pull, near = Pull(context, engines.record), Pull(context, engines.record)
+    send = engines.sender = PullAndSend(context, near, engines.sending_group)
+    return WeightSync(context, engines=engines, routes=(pull, send), ring=ring)
