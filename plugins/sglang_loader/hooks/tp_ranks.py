@@ -19,33 +19,36 @@ from typing import Any, TypeVar
 import torch
 
 from sglang_loader.common.object_gather import gather_objects
+from sglang_loader.common.ranks import Ranks, Turn
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
 
-class TPRanks:
+class TPRanks(Ranks):
     """The TP ranks of one engine. See the module.
 
     Args:
         updater: SGLang's `SchedulerWeightUpdaterManager` on this rank.
     """
 
+    name = "TP rank"
+
     def __init__(self, updater: Any) -> None:
+        super().__init__()
         self._group = updater.tp_cpu_group
 
     @property
     def rank(self) -> int:
         return torch.distributed.get_rank(group=self._group)
 
-    def gather(self, item: Result) -> list[Result]:
-        """Return every rank's `item`, by rank, on all ranks."""
+    def _exchange(self, turn: Turn) -> list[Turn]:
         num_ranks = torch.distributed.get_world_size(group=self._group)
         if num_ranks == 1:
-            return [item]
+            return [turn]
         all_gather = partial(torch.distributed.all_gather, group=self._group)
-        return gather_objects(item, num_ranks, all_gather)
+        return gather_objects(turn, num_ranks, all_gather)
 
     def failures(self, failure: str | None) -> list[str]:
         """Return the failures of all ranks, each with its rank. `failure`: this rank's, or None."""
@@ -53,7 +56,7 @@ class TPRanks:
 
     def named(self, failure: str | None) -> str | None:
         """Return a failure of this rank with its rank. None stays None."""
-        return f"TP rank {self.rank}: {failure}" if failure else None
+        return f"{self.name} {self.rank}: {failure}" if failure else None
 
 
 def attempt(step: Callable[[], Result]) -> tuple[Result | None, str | None]:

@@ -105,7 +105,7 @@ def update_on_all_ranks(original: Original, updater: Any, request: Any) -> Any:
 def _is_idle(updater: Any) -> bool:
     """Return True if no TP rank has requests."""
     if updater.tp_worker.server_args.dp_size > 1:  # with DP attention, the ranks' queues differ
-        return all(TPRanks(updater).gather(is_idle(updater)))
+        return TPRanks(updater).all(is_idle(updater))
     return is_idle(updater)
 
 
