@@ -33,8 +33,8 @@ from verl_sglang_sync.commands.bench.results_file import medians
 OURS: dict[str, dict[str, Any]] = {
     "per_tensor": {"mode": "flattened", "bucket_bytes": 1},
     **{preset: {"mode": preset} for preset in ("flattened", "compiled")},
-    "compiled_exchanged": {"mode": "compiled", "read_in_place": False},
-    "compiled_gathered": {"mode": "compiled", "read_in_place": False, "exchange_shards": False},
+    "compiled_exchanged": {"mode": "compiled", "routes": ["exchange"]},
+    "compiled_gathered": {"mode": "compiled", "routes": []},
 }
 NATIVE, EXPORT_ONLY = "native", "export_only"
 LIMITS = ("all_gather_limit", "all_to_all_limit")

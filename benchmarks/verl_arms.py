@@ -33,11 +33,11 @@ from sglang_loader.common.copies.strided import synchronize_device
 from verl_sglang_sync.commands.bench.engine_server import wait_until_healthy
 
 NATIVE = "verl_nccl"
-SENT = {"mode": "compiled", "read_in_place": False}
+SENT = {"mode": "compiled", "routes": ["exchange"]}
 PRESETS: dict[str, dict[str, Any]] = {
     "verl_disaggregated": {"mode": "compiled"},
     "verl_send": SENT,
-    "verl_broadcast": {**SENT, "exchange_shards": False},
+    "verl_broadcast": {**SENT, "routes": []},
     "verl_flattened": {"mode": "flattened"},
 }
 VERL_ARMS = (*PRESETS, NATIVE)

@@ -10,7 +10,7 @@ apply to the preset's mode. An unknown key is an error.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
@@ -63,9 +63,17 @@ Mebibytes = Annotated[
     int,
     Meta(ge=1, le=MAX_COUNT, description=f"expected a whole number of MiB from 1 to {MAX_COUNT}"),
 ]
+Routes = Annotated[
+    list[Literal["pull", "exchange"]],
+    Meta(description="expected a list, allowed in it: pull, exchange"),
+]
 FilePath = Annotated[
     Annotated[str, Meta(min_length=1)] | None, Meta(description="expected a file path or null")
 ]
+
+
+def _all_routes() -> Routes:
+    return ["pull", "exchange"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +108,7 @@ class WeightSyncConfig:
     draft_weights: DraftWeights = "auto"
     prove_every_n_syncs: Count = 0
     on_fallback: OnFallback = "warn"
-    read_in_place: bool = True
-    exchange_shards: bool = True
+    routes: Routes = field(default_factory=_all_routes)
     exports_draft: bool = False
     bucket_bytes: int
     multi_stage_wake_up: bool
@@ -130,7 +137,7 @@ class WeightSyncConfig:
         if self.uses_plan:
             return self
         # Engines copy from parameters and shards by their load plans, and a proof compares a plan.
-        return replace(self, read_in_place=False, exchange_shards=False, prove_every_n_syncs=0)
+        return replace(self, routes=[], prove_every_n_syncs=0)
 
     @property
     def stages(self) -> StageOrder:
@@ -171,11 +178,12 @@ class WeightSyncConfig:
 COMPILED_KEYS = (
     "prove_every_n_syncs",
     "on_fallback",
-    "read_in_place",
-    "exchange_shards",
+    "routes",
 )
 """Keys that have an effect only with mode "compiled"."""
 REMOVED_KEYS = {
+    "read_in_place": "use routes=[exchange] to read no parameters in place",
+    "exchange_shards": "use routes=[pull] to exchange no shards, or routes=[] to export every sync",
     "recheck_every_n_syncs": "use prove_every_n_syncs, which compares engines with the full export",
     "sleep_order": "use release_cuda_graphs=true, with which CUDA graphs sleep too",
     "wake_order": "use release_cuda_graphs=true, with which CUDA graphs sleep too",
@@ -231,6 +239,8 @@ def _setting(section: str, key: str, value: Any) -> Any:
             raise ValueError(f"{name}={value!r}: there is no such user on this host") from None
     if key == "mode" and value == FLATTENED_ALIAS:
         value = "flattened"
+    if key == "routes" and isinstance(value, Sequence) and not isinstance(value, str):
+        value = list(value)  # OmegaConf's lists are no lists
     if isinstance(value, bool):
         value = _YAML_WORDS.get(key, {}).get(value, value)
     if isinstance(value, str) and (key, value) in REMOVED_VALUES:

@@ -243,7 +243,7 @@ SLEEP_KEYS = ("host_backup", "release_cuda_graphs")
 
 SYNC_KEYS = (
     *("timeouts_s", "manifest_check", "prove_every_n_syncs", "on_fallback"),
-    *("read_in_place", "exchange_shards", "draft_weights"),
+    *("routes", "draft_weights"),
 )
 """Keys that apply to every sync of ours, and not to verl's own update. Without `report_file`, which
 does no harm: the file stays empty, and the log has the reason."""

@@ -119,8 +119,8 @@ def test_two_ranks_exchange_whole_buckets_for_two_engines(tmp_path):
 DP_ATTENTION = ("--dp-size", "2", "--enable-dp-attention")
 ELSEWHERE = {
     "num_pulled": {},
-    "num_sent": {"read_in_place": False},
-    "num_buckets": {"read_in_place": False, "exchange_shards": False},
+    "num_sent": {"routes": ["exchange"]},
+    "num_buckets": {"routes": []},
 }
 """How engines on devices of their own are synced, by what the last report has all buckets in."""
 

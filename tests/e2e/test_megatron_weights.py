@@ -256,7 +256,9 @@ def test_the_export_is_the_checkpoint_on_every_rank(case):
 
 def begin(rank, preset, targets):
     if "disaggregated" in preset:
-        rank.kept["by"] = Sender(rank, targets, read_in_place="in place" in preset)
+        rank.kept["by"] = Sender(
+            rank, targets, routes=["pull", "exchange"] if "in place" in preset else ["exchange"]
+        )
     else:
         rank.kept["by"] = rank.manager(preset)
 

@@ -63,7 +63,7 @@ GARBAGE = 7.0
     ("mode", "settings", "stops_in_load"),
     [
         ("compiled", {}, False),
-        ("compiled", {"prove_every_n_syncs": 1, "read_in_place": False}, True),
+        ("compiled", {"prove_every_n_syncs": 1, "routes": ["exchange"]}, True),
         ("flattened", {}, True),
     ],
     ids=("in place, without export", "staged, and loaded eagerly too", "flattened"),

@@ -61,7 +61,12 @@ def test_the_engine_reads_what_it_is_sent_or_the_trainers_memory(tmp_path, in_pl
         served(tmp_path, **options) as engine,
         engine.ranks(**VERLS_BACKEND) as ranks,
     ):
-        senders = Senders(ranks, [(engine.url, 1)], shards="mapped", read_in_place=in_place)
+        senders = Senders(
+            ranks,
+            [(engine.url, 1)],
+            shards="mapped",
+            routes=["pull", "exchange"] if in_place else ["exchange"],
+        )
         seen = [("", engine.hashes())]
         for scale in SCALES:
             report = senders.sync(scale, "compiled")

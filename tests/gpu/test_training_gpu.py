@@ -49,7 +49,7 @@ MERGED = (
 SEPARATE = (
     "trainer.v1.separate_async.num_warmup_batches=0",  # every batch is sampled after a sync
 )
-SENT = ("actor_rollout_ref.rollout.custom.weight_sync.read_in_place=False",)
+SENT = ("actor_rollout_ref.rollout.custom.weight_sync.routes=[exchange]",)
 APART = {
     "tp": 1,
     "preset": "disaggregated",

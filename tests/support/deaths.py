@@ -408,7 +408,7 @@ def check_engine_dies(
         ahead: see `servers`.
     """
     model = make_model(folder, device)
-    settings = {} if in_place else {"read_in_place": False}
+    settings = {} if in_place else {"routes": ["exchange"]}
     known: dict[float, Any] = {}
     held: list[dict[str, int]] = []
     with servers(folder, model, device, num=num + 1, ahead=ahead) as engines:
@@ -430,7 +430,7 @@ def check_engine_dies(
                 ranks.run(sync, scale)
                 serves(engine, scale, known)
             # An engine unmaps what it kept when another sync brings something else.
-            ranks.run(prepare, False, {"read_in_place": False})
+            ranks.run(prepare, False, {"routes": ["exchange"]})
             for scale in AFTER:
                 ranks.run(sync, scale)
                 serves(engine, scale, known)

@@ -58,8 +58,8 @@ def sync(
         rank.use_client(urls[via], timeout_s=TIMEOUT_S)
         settings = {"bucket_bytes": BUCKET_BYTES, "timeout_s": TIMEOUT_S}
         if preset in ("packed", "in_place"):
-            settings["read_in_place"] = preset == "in_place"
-        mode = "compiled" if "read_in_place" in settings else preset
+            settings["routes"] = ["pull", "exchange"] if preset == "in_place" else ["exchange"]
+        mode = "compiled" if "routes" in settings else preset
         rank.kept[preset, via] = rank.manager(mode, **settings)
     asyncio.run(_cycle(rank, rank.kept[preset, via], values, str(label)))
 

@@ -18,7 +18,7 @@ SCALES = (0.5, 0.25, 2.0, 1.0)
 Way = list[list[dict[str, Any]]]
 """Of each sync of `SCALES`, every rank's report."""
 
-STAGED: dict[str, Any] = {"read_in_place": False}
+STAGED: dict[str, Any] = {"routes": ["exchange"]}
 PROVEN = {"prove_every_n_syncs": 2}
 
 

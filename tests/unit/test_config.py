@@ -85,8 +85,9 @@ OPERATIONS = ", ".join(LIMITS)
 IN_SECTION = {  # key: values, and what is allowed
     "prove_every_n_syncs": ((-1, 1.5, True, "2"), "whole number from 0"),
     "keep_staging_buffers": ((True, False), "removed (staging buffers are freed after each sync"),
-    "read_in_place": ((0, "no", None), "allowed: true, false"),
-    "exchange_shards": ((1, "fsdp", None), "allowed: true, false"),
+    "routes": (("pull", ["send"], None, 1, [["pull"]]), "allowed in it: pull, exchange"),
+    "read_in_place": ((True, False), "this key was removed (use routes=[exchange]"),
+    "exchange_shards": ((True, False), "this key was removed (use routes=[pull]"),
     "mode": (("fastest", "Flattened", "", None, 1), "allowed: flattened, compiled"),
     "request_timeout_s": ((0, -1, 0.0, True, "60", None, 86_401, math.inf, math.nan), A_NUMBER),
     **{f"timeouts_s.{name}": ((0, "60", math.inf), A_NUMBER) for name in LIMITS},
@@ -179,6 +180,7 @@ def test_a_preset_has_exactly_the_known_keys_and_the_defaults(recipes, preset):
     mode = "compiled" if preset in ("compiled", "disaggregated") else "flattened"
     assert set(keys) == {*PRESET_KEYS, *(COMPILED_KEYS if mode == "compiled" else ())}
     assert keys.pop("timeouts_s") == dict.fromkeys(LIMITS)
+    assert keys.pop("routes", ["pull", "exchange"]) == ["pull", "exchange"]
     defaults = {
         field.name: field.default
         for field in dataclasses.fields(WeightSyncConfig)

@@ -42,8 +42,8 @@ class TestRecipe:
             ),
             ((*COMPILED, "trainer.nnodes=2"), "exchange the trainer ranks' shards, if proven"),
             (
-                (*COMPILED, "trainer.n_gpus_per_node=1", f"{SECTION}.read_in_place=False"),
-                "Every sync makes the full export (not in place: read_in_place=False)",
+                (*COMPILED, "trainer.n_gpus_per_node=1", f"{SECTION}.routes=[exchange]"),
+                "Every sync makes the full export (not in place: routes=['exchange'])",
             ),
             (
                 (*COMPILED, f"{ACTOR}.strategy=veomni"),

@@ -247,13 +247,12 @@ OTHER_VALUES = {
     "draft_weights": "synced",
     "prove_every_n_syncs": 2,
     "on_fallback": "error",
-    "read_in_place": False,
-    "exchange_shards": False,
+    "routes": [],
 }
 SLEEP = {"host_backup", "release_cuda_graphs"}
 SYNC = {
     *("timeouts_s", "manifest_check", "prove_every_n_syncs", "on_fallback"),
-    *("read_in_place", "exchange_shards"),
+    "routes",
 }
 NCCL = {f"{ROLLOUT}.checkpoint_engine.backend": "nccl"}
 BACKEND = {

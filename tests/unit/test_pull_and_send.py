@@ -35,7 +35,9 @@ and what is logged.
 @pytest.mark.parametrize(("loaded", "may_pull", "near", "logged"), CASES.values(), ids=CASES)
 def test_a_replica_reads_in_place_if_all_of_its_ranks_can(loaded, may_pull, near, logged, caplog):
     readers = [EngineArrangements(is_wanted=True, replica=number) for number in (0, 1, 1)]
-    settings = settings_of("compiled", read_in_place=may_pull).for_session()
+    settings = settings_of(
+        "compiled", routes=["pull", "exchange"] if may_pull else ["exchange"]
+    ).for_session()
     context = RouteContext(TrainerRanks(), torch.device("cpu"), settings, lambda: readers, 1)
     pull, weights = Pull(context, print), Reexport(list, sources=dict)
     warn_once.cache_clear()  # what other tests have logged

@@ -59,7 +59,7 @@ class ColocatedEngine:
 
     def __post_init__(self) -> None:
         self.sockets = SessionSockets()
-        self.readers = (EngineArrangements(is_wanted=self._settings.exchange_shards),)
+        self.readers = (EngineArrangements(is_wanted="exchange" in self._settings.routes),)
         self._names, self._sent = BlockNames(), SentHandles()
 
     def open(
@@ -151,7 +151,7 @@ class RemoteEngines:
             self._senders.abandon()  # its engine ranks leave when the next is formed
             groups.abandoned += self._senders.abandoned
             self._senders.abandoned = []
-            is_wanted, self._readers_group = self._settings.exchange_shards, group.name
+            is_wanted, self._readers_group = "exchange" in self._settings.routes, group.name
             self._sent = {}
             self.readers = [
                 EngineArrangements(is_wanted=is_wanted, replica=number)

@@ -425,8 +425,9 @@ class WeightSync:
     def _check_fallback(self) -> None:
         """Raise FallbackRefused if no route was prepared, and the user would rather stop."""
         settings = self._settings
-        is_wanted = settings.read_in_place or settings.exchange_shards
-        if settings.on_fallback != "error" or not is_wanted or self._learnt_route() is not None:
+        if settings.on_fallback != "error" or not settings.routes:
+            return
+        if self._learnt_route() is not None:
             return
         reasons = [f"{each.not_taken}: {each.reason}" for each in self._routes if each.reason]
         if not reasons:

@@ -53,7 +53,7 @@ class Arm:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-PACKED = {"read_in_place": False}
+PACKED = {"routes": ["exchange"]}
 ARMS = {
     "native": Arm(None, host_backup=True),
     "flattened": Arm("flattened", host_backup=True),

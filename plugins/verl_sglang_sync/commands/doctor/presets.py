@@ -174,7 +174,7 @@ def _later_route(config: DictConfig, settings: WeightSyncConfig, machine: Machin
     num_ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
     computed, ways = list(_computed_exports(config)), []
     out_of_reach = {
-        "read_in_place=False": not settings.read_in_place,
+        f"routes={settings.routes}": "pull" not in settings.routes,
         f"trainer.nnodes={config.trainer.nnodes}": config.trainer.nnodes > 1,
         "CUDA IPC fails between GPUs": not machine.reads_other_gpus,
         "no GPU here": not machine.num_gpus,
@@ -183,7 +183,7 @@ def _later_route(config: DictConfig, settings: WeightSyncConfig, machine: Machin
     if not reasons:
         nearby = ", where engines are on its node" * is_elsewhere
         ways.append(f"read the trainer's parameters in place{nearby}")
-    if settings.exchange_shards and not computed:
+    if "exchange" in settings.routes and not computed:
         if is_elsewhere:
             ways.append("have every rank send the engines its shards")
         elif num_ranks > 1:  # a single rank has nobody to exchange with

@@ -68,7 +68,7 @@ class Pull(Route):
     not_taken = "the engines do not read the trainer's parameters in place"
 
     def __init__(self, context: RouteContext, record: Callable[[BufferHandle], None]) -> None:
-        super().__init__(context, is_wanted=context.settings.read_in_place)
+        super().__init__(context, is_wanted="pull" in context.settings.routes)
         self._record = record
         self._block_names = BlockNames()
         self._plan: PullPlan | None = None

@@ -102,7 +102,7 @@ class ShardRoute(Route):
     """Base of the routes by a `ShardPlan`; a rank sends, or receives, `piece_nbytes` at a time."""
 
     def __init__(self, context: RouteContext, piece_nbytes: int) -> None:
-        super().__init__(context, is_wanted=context.settings.exchange_shards)
+        super().__init__(context, is_wanted="exchange" in context.settings.routes)
         self._piece_nbytes = piece_nbytes
         self._plan: ShardPlan | None = None
 
