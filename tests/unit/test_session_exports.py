@@ -196,7 +196,7 @@ class Learns(Route):
         needs_no_staging: what it answers.
     """
 
-    not_taken = "never"
+    fallback_text = "never"
 
     def __init__(self, *, needs_no_staging):
         settings = settings_of("compiled")
@@ -328,8 +328,8 @@ def test_a_difference_is_one_warning_and_nothing_is_read_in_place(monkeypatch, c
     monkeypatch.setattr(source_map, "trace_export", spoiled)
     for _ in range(3):
         assert case.sync().num_pulled == 0 and case.has_arrived()
-    said = [text for text in caplog.messages if Pull.not_taken in text]
-    assert said == [f"weight sync: {Pull.not_taken} (from now on): {case.route.reason}"]
+    said = [text for text in caplog.messages if Pull.fallback_text in text]
+    assert said == [f"weight sync: {Pull.fallback_text} (from now on): {case.route.reason}"]
     assert "t1 is exported with other bytes than its parameter has" in said[0]
 
 

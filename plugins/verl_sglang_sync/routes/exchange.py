@@ -33,7 +33,7 @@ PIECES_PER_BUCKET = 4
 class Exchange(ShardRoute):
     """Route "exchange", in torch's default group."""
 
-    not_taken = "every rank exports all weights in full, nothing is exchanged"
+    fallback_text = "every rank exports all weights in full, nothing is exchanged"
 
     def __init__(self, context: RouteContext, ring: StagingRing) -> None:
         super().__init__(context, context.settings.bucket_bytes // PIECES_PER_BUCKET)

@@ -210,12 +210,12 @@ class Route:
         is_wanted: False: the route is switched off.
 
     Attributes:
-        not_taken: what a sync does instead, for the log.
+        fallback_text: what a sync does instead, for the log.
         state: see the module.
         reason: why the route was not learnt from the last exported sync, or None.
     """
 
-    not_taken: ClassVar[str]
+    fallback_text: ClassVar[str]
 
     def __init__(self, context: RouteContext, *, is_wanted: bool) -> None:
         self.state = RouteState.UNTRIED
@@ -349,7 +349,7 @@ class Route:
             self._distance = min(max(1, 2 * self._distance), MAX_DISTANCE)
             self.state, self._num_waited = RouteState.RETRY_LATER, 0
             when = f"tried again in {self._distance} sync{'s' * (self._distance > 1)}"
-        logger.warning("weight sync: %s (%s): %s", self.not_taken, when, reason)
+        logger.warning("weight sync: %s (%s): %s", self.fallback_text, when, reason)
 
     def recover(self, cause: BaseException | None, weights: Iterable[NamedTensor]) -> Recovery:
         """How a sync by this route that failed, on this rank by `cause`, is made again."""

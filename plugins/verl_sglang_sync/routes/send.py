@@ -31,7 +31,7 @@ from verl_sglang_sync.routes.shards.shard_route import ShardBuckets, ShardPlan, 
 class Send(ShardRoute):
     """Route "send"; `process_group` returns that of all trainer and engine ranks in a sync."""
 
-    not_taken = "the first trainer rank gathers all weights and broadcasts them to all engines"
+    fallback_text = "the first trainer rank gathers all weights and broadcasts them to all engines"
 
     def __init__(self, context: RouteContext, process_group: Callable[[], Any]) -> None:
         super().__init__(context, context.settings.bucket_bytes)

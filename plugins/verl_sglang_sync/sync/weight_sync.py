@@ -429,7 +429,7 @@ class WeightSync:
             return
         if self._learnt_route() is not None:
             return
-        reasons = [f"{each.not_taken}: {each.reason}" for each in self._routes if each.reason]
+        reasons = [f"{each.fallback_text}: {each.reason}" for each in self._routes if each.reason]
         if not reasons:
             return  # another sync can prepare a route
         raise FallbackRefused(

@@ -65,7 +65,7 @@ from verl_sglang_sync.sources.snapshot import (
 class Pull(Route):
     """Route "pull"; `record` notes a handle before it leaves this process."""
 
-    not_taken = "the engines do not read the trainer's parameters in place"
+    fallback_text = "the engines do not read the trainer's parameters in place"
 
     def __init__(self, context: RouteContext, record: Callable[[BufferHandle], None]) -> None:
         super().__init__(context, is_wanted="pull" in context.settings.routes)
