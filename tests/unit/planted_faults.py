@@ -57,7 +57,7 @@ def shifted(pieces):
 
 def other_ranks():
     """Pull: the memory of the first rank counts as that of the second, and the other way round."""
-    of = located.Located.of
+    of = located.ParameterLocations.of
 
     def planted(plan, snapshot, tables, readers, first):
         one, two, *others = tables
@@ -65,7 +65,7 @@ def other_ranks():
         assert len(one.blocks) == len(two.blocks)
         return of(plan, snapshot, [turned[1], turned[0], *others], readers, first)
 
-    return mock.patch.object(located.Located, "of", planted)
+    return mock.patch.object(located.ParameterLocations, "of", planted)
 
 
 def swapped_blocks():

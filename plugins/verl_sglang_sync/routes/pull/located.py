@@ -7,7 +7,7 @@ question: parameters that are offloaded come back elsewhere.
     plan = PullPlan(traced, buckets, [bucket_reads(bucket.layout, traced) for bucket in buckets])
     table = share_shards(traced, sources(), device, rank, share)  # each rank, of its own
     tables = group.all_gather(table)                  # then every rank knows all of them
-    located = Located.of(plan, snapshot, tables, readers, first_reader)
+    locations = ParameterLocations.of(plan, snapshot, tables, readers, first_reader)
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def pieces_for(plan: PullPlan, tables: Sequence[MemoryTable], number: int) -> tu
 
 
 @dataclass(frozen=True)
-class Located:
+class ParameterLocations:
     """Where all ranks' parameters are at present, for this rank's engine ranks (`readers`).
 
     Attributes:
@@ -195,7 +195,7 @@ class Located:
         tables: Sequence[MemoryTable],
         readers: Sequence[int],
         first_reader: int,
-    ) -> Located:
+    ) -> ParameterLocations:
         """Where this rank's engine ranks, `readers` among all, find every bucket."""
         blocks = [block for table in tables for block in table.blocks.items()]
         return cls(

@@ -33,8 +33,8 @@ from verl_sglang_sync.engine.session import BlockNotMapped, EngineCannotMap
 from verl_sglang_sync.ranks import own_rank
 from verl_sglang_sync.report import SyncReport, warn_once
 from verl_sglang_sync.routes.pull.located import (
-    Located,
     MemoryTable,
+    ParameterLocations,
     PullPlan,
     bucket_reads,
     share_shards,
@@ -75,7 +75,8 @@ class Pull(Route):
         self._is_colocated = context.is_colocated
         self._num_readers = 0  # engine ranks of all trainer ranks
         self._own_readers = range(0)  # which of them are this rank's
-        self._located: Located | None = None  # None: not all of it is mapped by the engines
+        # If None, the next sync locates the parameters and makes new handles.
+        self._locations: ParameterLocations | None = None
         self._blocks_read: frozenset[str] = frozenset()  # by the last pulled sync
         self._any_can_read = True  # some engine rank of the last exported sync could, in place
 
@@ -85,7 +86,7 @@ class Pull(Route):
             return None
         if self.state is RouteState.PROVEN and not self._num_syncs:
             self.check_replicas(weights)  # an optimizer has stepped since the proof
-        if empties_storages(weights) or self._located is None:
+        if empties_storages(weights) or self._locations is None:
             reason = self._locate(weights, shares=True)
             if reason is not None and (reason.is_final or self.state is RouteState.LEARNT):
                 self.refuse(reason)
@@ -93,11 +94,11 @@ class Pull(Route):
                 warn_once(f"weight sync: full export for this sync: {reason}")
             if reason is not None:
                 return None
-        assert self._located is not None, "no reason, so it was located"
+        assert self._locations is not None, "no reason, so it was located"
         # The trainer cannot free what an engine has mapped, and must where it offloads parameters:
         # the engines keep blocks mapped only if the sync before read the same ones.
-        keep_mapped = self._blocks_read == set(self._located.blocks)
-        return PulledBuckets(self, self._located, weights, report, keep_mapped)
+        keep_mapped = self._blocks_read == set(self._locations.blocks)
+        return PulledBuckets(self, self._locations, weights, report, keep_mapped)
 
     def wants_comparison(self, weights: Iterable[NamedTensor]) -> bool:
         is_worthwhile = self._any_can_read and self.can_learn(weights)
@@ -165,23 +166,23 @@ class Pull(Route):
     def forget(self) -> None:
         """The next sync is exported, and no block counts as mapped: engines may have let go."""
         super().forget()
-        self._located = None
+        self._locations = None
 
     def note_unmapped(self) -> None:
-        self._located = None
+        self._locations = None
 
-    def _note_read(self, located: Located, keep_mapped: bool) -> None:
+    def _note_read(self, locations: ParameterLocations, keep_mapped: bool) -> None:
         """Remember, after a good sync, which blocks the engines have read and keep mapped."""
-        self._blocks_read = frozenset(located.blocks)
-        used = replace(located, handles=tuple({} for _ in located.handles))
-        self._located = used if keep_mapped else None
+        self._blocks_read = frozenset(locations.blocks)
+        used = replace(locations, handles=tuple({} for _ in locations.handles))
+        self._locations = used if keep_mapped else None
 
-    def _confirm(self, located: Located, sources: Mapping[str, torch.Tensor]) -> None:
+    def _confirm(self, locations: ParameterLocations, sources: Mapping[str, torch.Tensor]) -> None:
         """Raise `SourcesChanged` unless the parameters are what and where they were located."""
         assert self._plan is not None, "a route is proven with a plan"
         if self._cutter.buckets != self._plan.buckets:
             raise SourcesChanged("the export is cut into other buckets")
-        located.snapshot.require_unchanged(sources)
+        locations.snapshot.require_unchanged(sources)
 
     def _difference(self, sync: ExportedSync) -> Reason | None:
         """How the full export and this rank's shards differ; collective. Another export is made if
@@ -244,7 +245,7 @@ class Pull(Route):
             shares: make the handles that engines need; only in the sync that uses them, as their
                 memory lives until then. False: only find out whether this can be done.
         """
-        self._located = None
+        self._locations = None
         made: list[BufferHandle] = []
         found, reason = self._ranks.step(
             partial(self._own_memory, weights, shares, made),
@@ -256,8 +257,8 @@ class Pull(Route):
             tables = self._ranks.gather(own_table)
             plan, readers, first = self._plan, self._own_readers, self._first_reader
             assert plan is not None, "this rank's memory was found by it"
-            self._located, reason = self._ranks.step(
-                partial(Located.of, plan, snapshot, tables, readers, first)
+            self._locations, reason = self._ranks.step(
+                partial(ParameterLocations.of, plan, snapshot, tables, readers, first)
             )
         if reason is not None:
             drop_references(made)  # no engine is given them
@@ -302,7 +303,7 @@ class PulledBuckets(SyncSource, Delivery):
     asks_for_arrangements = False
 
     _route: Pull
-    _located: Located
+    _locations: ParameterLocations
     _weights: Iterable[NamedTensor]
     _report: SyncReport
     _keep_mapped: bool
@@ -322,10 +323,10 @@ class PulledBuckets(SyncSource, Delivery):
         """Have the engines map the parameters of all ranks with the first bucket. Raises
         `BlockNotMapped` if one has let go of a block of which no handle is left.
         """
-        located, self._has_announced = self._located, True
-        self._pairs = list(zip(engines, located.pieces, strict=True))
-        for engine, handles in zip(engines, located.handles, strict=True):
-            engine.session.map_blocks(located.blocks, handles, keep=self._keep_mapped)
+        locations, self._has_announced = self._locations, True
+        self._pairs = list(zip(engines, locations.pieces, strict=True))
+        for engine, handles in zip(engines, locations.handles, strict=True):
+            engine.session.map_blocks(locations.blocks, handles, keep=self._keep_mapped)
         return self
 
     def __iter__(self) -> Iterator[ReadyBucket]:
@@ -338,13 +339,13 @@ class PulledBuckets(SyncSource, Delivery):
 
     def confirm(self) -> None:
         with self._report.stage("confirm"):
-            self._route._confirm(self._located, self._sources)
+            self._route._confirm(self._locations, self._sources)
 
     def drain(self) -> None:
         """Drop the handles that no engine was given: the sync failed before."""
         if not self._has_announced:
-            drop_references(chain.from_iterable(each.values() for each in self._located.handles))
+            drop_references(chain.from_iterable(each.values() for each in self._locations.handles))
 
     def end(self) -> None:
         self._report.num_pulled += len(self._route._cutter.buckets)
-        self._route._note_read(self._located, self._keep_mapped)
+        self._route._note_read(self._locations, self._keep_mapped)
