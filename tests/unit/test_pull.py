@@ -231,7 +231,7 @@ def test_a_way_that_never_lasts_for_a_sync_is_tried_less_often(pool):
     moves = [step for offset in range(1, 4) for step in ("sync", ("move", 2, 0, offset))]
     for seen in play(pool, *moves, kind="dense"):
         assert seen["routes"] == ["export"] * 3
-        assert seen["state"] == "RETRY_LATER" and "did not last for one sync" in seen["off"]
+        assert seen["state"] == "RETRY_LATER" and "changed twice in a row" in seen["off"]
 
 
 def test_who_would_rather_stop_is_told_why_nothing_was_published(pool):

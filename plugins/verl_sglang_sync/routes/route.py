@@ -1,35 +1,37 @@
-"""Where a sync's buckets come from, and how a sync does without the full export.
+"""The sources of a sync's buckets, and the routes that replace the full export.
 
-The engines of one sync are loaded from a `SyncSource`: verl's full export, packed
-(`export.ExportedBuckets`), or what a `Route` offers, which has learnt from a good exported sync how
-to do without: "pull" (`pull.route.Pull`), "exchange" (`exchange.Exchange`) and "send"
-(`send.Send`).
+Engines are loaded from a `SyncSource`. The source of an exported sync is verl's full export, packed
+(`export.ExportedBuckets`). The source of any other sync is made by a `Route`: "pull"
+(`pull.route.Pull`), "exchange" (`exchange.Exchange`) or "send" (`send.Send`). A route prepares
+itself after a good exported sync.
 
-The steps of a sync on every trainer rank; which of them are collective, or by which route:
+Every trainer rank takes these steps in a sync. The last column names the sources for which a step
+is collective:
 
     step                            when                                       collective
-    route.choose(export, ...)       the engines have been asked to join        yes
-    route.wants_comparison(export)  no route has a source, so it is exported   yes
+    route.choose(export, ...)       after the request to the engines to join   all
+    route.wants_comparison(export)  if no route has a source                   all
     source.start()                  while the engines join                     export
-    source.delivery(engines)        all have joined                            no
-    for bucket in source            then; each bucket is loaded                all but pull
-    source.confirm()                all are sent; if it raises, none is served no
-    source.drain()                  then, and after any failure                export, exchange
-    route.prepare_to_learn(export)  exported: while engines load the rest      no
-    route.learn(sync)               all is loaded, if exported                 yes
-    source.end()                    the engines serve the new weights          no
-    route.recover(cause, export)    a sync by this route has failed            yes
+    source.delivery(engines)        after all engines have joined              none
+    for bucket in source            once per bucket to load                    all but pull
+    source.confirm()                after the last bucket. If it raises an     none
+                                    error, no engine serves the weights
+    source.drain()                  after `confirm`, and after any failure     export, exchange
+    route.prepare_to_learn(export)  if exported, while the engines load        none
+    route.learn(sync)               if exported, after the engines have loaded all
+    source.end()                    when the engines serve the new weights     none
+    route.recover(cause, export)    after a failed sync by this route          all
 
-What `choose`, `can_learn`, `wants_comparison`, `learn` and `recover` return is equal on all ranks.
+`choose`, `can_learn`, `wants_comparison`, `learn` and `recover` return the same on all ranks.
 
-A route's state, which is equal on all ranks, changes like this:
+The state of a route is equal on all ranks, and changes as follows:
 
     UNTRIED --learn--> LEARNT --proof--> PROVEN --(a failure, or a change)--> UNTRIED
     any --(an error that may pass)--> RETRY_LATER --(n syncs)--> UNTRIED
     any --(a reason that stays)--> OFF
 
-LEARNT: its next sync is the proof, of the weights that an export has just brought. Only a PROVEN
-route brings new weights.
+The first sync by a LEARNT route is its proof: the sync delivers the weights of the last export once
+more. Only a PROVEN route delivers new weights.
 """
 
 from __future__ import annotations
@@ -57,9 +59,9 @@ from verl_sglang_sync.sources.source_map import SourceMap
 logger = logging.getLogger(__name__)
 
 NOT_TRACEABLE = (
-    "weights are exported in full: the export does not name the parameters that it hands on as "
-    "they are (verl's does with FSDP and Megatron-Bridge; not with LoRA, mbridge or fp8, and not "
-    "that of an engine class of your own)"
+    "weights are exported in full: the export does not name the parameters that it yields "
+    "unchanged (verl's export does so with FSDP and with Megatron-Bridge, but not with LoRA, "
+    "mbridge or fp8, and not in an engine class of your own)"
 )
 
 
@@ -69,11 +71,11 @@ class ReadyBucket:
 
     Attributes:
         index: position in the sync, from 0.
-        storage: the staging buffer that holds it; None where it is pulled, or sent.
-        pieces: where in that buffer its bytes are, encoded, given its slot in a session; None: from
-            the first byte on.
-        arranged: it has only what the engine rank reads.
-        nbytes: bytes of the bucket, or of what is arranged of it.
+        storage: the staging buffer that holds the bucket. None if the bucket is pulled or sent.
+        pieces: encodes the bucket's pieces, given the slot of the staging buffer in a session. None
+            if the bucket begins at the first byte of the buffer and has no gaps.
+        arranged: the staging buffer holds only the bytes that the engine rank reads.
+        nbytes: bytes of the bucket in the staging buffer.
     """
 
     index: int
@@ -85,33 +87,35 @@ class ReadyBucket:
 
 
 Poll: TypeAlias = Callable[[Callable[[], bool | None]], object]
-"""`Ranks.poll` of a sync's ranks."""
+"""The `Ranks.poll` method of the ranks in a sync."""
 
 
 class Delivery:
-    """How ready buckets get to the engine ranks of one trainer rank, in one sync.
+    """The delivery of ready buckets to the engine ranks of one trainer rank, in one sync.
 
-    Both methods raise what a session raises, and name the engine rank.
+    Both methods raise the errors of a session, with the name of the engine rank.
     """
 
     def deliver(self, ready: ReadyBucket) -> None:
-        """Have the next bucket loaded."""
+        """Request the engine ranks to load the next bucket."""
         raise NotImplementedError
 
     def make_room(self) -> None:
-        """Wait until the next bucket's buffer, if it has one, is free: it was read, or sent."""
+        """Wait until the staging buffer for the next bucket is free, if that bucket needs one."""
 
 
 class SyncSource:
-    """The buckets of one sync of one trainer rank, in the steps of this module's timeline, which do
-    nothing by default.
+    """The buckets of one sync on one trainer rank.
+
+    The methods are steps of the table at the top of this module. By default a step does nothing.
 
     Attributes:
-        is_collective: all ranks take part in each bucket, or none may begin.
-        asks_for_arrangements: engines are asked what they read of the buckets, to be sent only that
-            later.
-        required_arrangements: by engine rank of this rank, the digest of the arrangements that it
-            must hold, "" where it gets whole buckets; None: all do.
+        is_collective: each bucket takes a collective of all ranks.
+        asks_for_arrangements: the engines are requested to report their arrangements, with which
+            a later sync may send less.
+        required_arrangements: the digest of the arrangements that each engine rank of this rank
+            must hold, or "" for an engine rank that gets whole buckets. None if all engine ranks
+            get whole buckets.
     """
 
     is_collective = True
@@ -122,29 +126,34 @@ class SyncSource:
         """Prepare the first bucket."""
 
     def delivery(self, engines: Sequence[EngineRank], poll: Poll) -> Delivery | None:
-        """How these buckets get to this rank's engine ranks; None: as packed ones do."""
+        """Create the delivery to this rank's engine ranks.
+
+        Returns:
+            The delivery, or None if the buckets are delivered like those of an export.
+        """
         return None
 
     def __iter__(self) -> Iterator[ReadyBucket]:
         raise NotImplementedError
 
     def confirm(self) -> None:
-        """Raise unless what was sent is still what the export would give."""
+        """Raise an error if the delivered weights may differ from those that verl would export."""
 
     def drain(self) -> None:
-        """Take part in the collectives that are left, so that no other rank waits for this one."""
+        """Take part in the remaining collectives, so that no other rank waits for this rank."""
 
     def end(self) -> None:
-        """Remember, or report, what the good sync has done."""
+        """Record the results of the good sync for the report and for the next syncs."""
 
 
 @dataclass(frozen=True)
 class ExportedSync:
-    """A good sync, of which routes learn how the next ones can do without an export.
+    """A good exported sync, from which a route prepares the next syncs.
 
     Attributes:
-        loaded: how this rank's engine ranks have loaded it.
-        comparison: of its export with the parameters; None: no route wanted it.
+        weights: the export, which may be iterated once more.
+        loaded: the outcome of the load on each of this rank's engine ranks.
+        comparison: the comparison of the export with the parameters. None if no route wanted one.
     """
 
     weights: Iterable[NamedTensor]
@@ -153,12 +162,14 @@ class ExportedSync:
 
 
 class Recovery(Enum):
+    """The way to repeat a sync that has failed."""
+
     AGAIN = "by the same way"
     EXPORT = "by the full export"
 
 
 class RouteState(Enum):
-    """See the module."""
+    """The state of a route. The top of this module lists the changes of state."""
 
     UNTRIED = "untried"
     LEARNT = "learnt"
@@ -168,19 +179,20 @@ class RouteState(Enum):
 
 
 MAX_DISTANCE = 64
-"""Most syncs between two tries of a route that failed for a reason that may pass."""
+"""The largest number of syncs between two tries of a route that failed with a passing error."""
 
 
 @dataclass
 class RouteContext:
-    """What all routes of one trainer rank share.
+    """The objects and settings that all routes of one trainer rank share.
 
     Attributes:
-        device: of the parameters on this rank, and of what is made of them.
-        readers: the arrangements of this rank's engine ranks; the same objects for as long as they
-            are the same engine ranks.
-        first_reader: engine ranks are numbered from here on. 0: each shares the device of the
-            trainer rank of its number; else they have devices of their own, and come and go.
+        device: the device of the parameters, staging buffers and scratch on this rank.
+        readers: returns the arrangements of this rank's engine ranks. Returns the same objects as
+            long as the engine ranks stay the same.
+        first_reader: the number of the first engine rank. If 0, the engine rank and the trainer
+            rank with the same number share a device. Otherwise engine ranks have devices of their
+            own, and the set of engine ranks may change.
     """
 
     ranks: Ranks
@@ -195,24 +207,24 @@ class RouteContext:
 
     @property
     def is_colocated(self) -> bool:
-        """Each engine rank shares the device of a trainer rank."""
+        """True if every engine rank shares the device of a trainer rank."""
         return self.first_reader == 0
 
 
 class Route:
-    """How syncs are loaded without the full export; of one trainer rank, for all its sessions.
+    """A way of one trainer rank to sync without the full export, kept for all syncs.
 
-    After a good exported sync a route finds every byte that the engines read (`learn`), and is
-    proven by bringing the same weights once more. It stays proven until what it was proven for has
-    changed, or a sync fails: then a sync is exported, and it learns again.
+    After a good exported sync `learn` locates every byte that the engines read. A proof then
+    delivers the same weights once more by this route. If a sync fails, or the engines or the
+    parameters change, the next sync is exported and the route is prepared anew.
 
     Args:
-        is_wanted: False: the route is switched off.
+        is_wanted: False if the settings switch the route off.
 
     Attributes:
-        fallback_text: what a sync does instead, for the log.
-        state: see the module.
-        reason: why the route was not learnt from the last exported sync, or None.
+        fallback_text: the consequence for a sync if the route cannot be used, for the log.
+        state: the state of the route, see the top of this module.
+        reason: the reason why the last exported sync has not prepared the route, or None.
     """
 
     fallback_text: ClassVar[str]
@@ -228,23 +240,26 @@ class Route:
         self._first_reader = context.first_reader
         self._prepared_for: Sequence[EngineArrangements] = ()
         self._is_wanted = is_wanted
-        self._num_syncs = 0  # since it was proven, without those that failed
-        self._num_short = 0  # how often in a row it was proven, and did not last for one sync
+        self._num_syncs = 0  # good syncs since the proof
+        self._num_short = 0  # proofs in a row that no good sync has followed
         self._distance = 0  # syncs from the last failure to the next try
-        self._num_waited = 0  # of them
+        self._num_waited = 0  # syncs since the last failure
 
     @property
     def is_prepared(self) -> bool:
-        """True if a sync may go this way, to prove it or because it is proven."""
+        """True if this route may be used, for its proof or for new weights."""
         return self.state in (RouteState.LEARNT, RouteState.PROVEN)
 
     def choose(
         self, weights: Iterable[NamedTensor], report: SyncReport, *, proves: bool = False
     ) -> SyncSource | None:
-        """The buckets of this sync without an export; None: it does not go by this route.
+        """Create the source of this sync's buckets, without an export.
 
         Args:
             proves: the sync is the proof of this route.
+
+        Returns:
+            The source, or None if this route cannot be used for this sync.
         """
         if self.state is not (RouteState.LEARNT if proves else RouteState.PROVEN):
             return None
@@ -254,11 +269,15 @@ class Route:
         return source
 
     def _source(self, weights: Iterable[NamedTensor], report: SyncReport) -> SyncSource | None:
-        """The buckets of a sync by this prepared route, or None if something has changed."""
+        """Create the source of a sync by this prepared route, or return None after a change."""
         raise NotImplementedError
 
     def begin_sync(self) -> bool:
-        """Count a sync; True if this route is to be tried again, for which it must be exported."""
+        """Count a sync.
+
+        Returns:
+            True if this sync must be exported, because the time to retry the route has come.
+        """
         if self.state is RouteState.RETRY_LATER:
             self._num_waited += 1
             if self._num_waited >= self._distance:
@@ -267,7 +286,7 @@ class Route:
         return False
 
     def can_learn(self, weights: Iterable[NamedTensor]) -> bool:
-        """True if `learn` may prepare this route."""
+        """Return True if `learn` may prepare this route."""
         if not self._is_wanted or self.state in (RouteState.OFF, RouteState.RETRY_LATER):
             return False
         if sources_of(weights) is None:
@@ -277,28 +296,36 @@ class Route:
         return True
 
     def wants_comparison(self, weights: Iterable[NamedTensor]) -> bool:
-        """True if the export should be compared with the parameters while it is loaded, so that
-        `learn` need not make another one.
+        """Return True if this sync should compare its export with the parameters.
+
+        Without that comparison `learn` has to export all weights once more.
         """
         return False
 
     def prepare_to_learn(self, weights: Iterable[NamedTensor]) -> None:
-        """Do the part of `learn` that needs no other rank; never raises, as `learn` reports it."""
+        """Start the part of `learn` that needs no other rank.
+
+        Raises no error. `learn` reports the failures.
+        """
 
     def learn(self, sync: ExportedSync) -> bool:
-        """Prepare the next syncs, so that they bring what this exported one has brought.
+        """Prepare this route to deliver the same bytes as the exported sync.
 
         Returns:
-            True if the next syncs go this way and need no staging buffers.
+            True if the route is prepared and its syncs need no staging buffers.
         """
         raise NotImplementedError
 
     def _have_changed(self) -> bool:
-        """True if this rank's engine ranks are not those that this route was prepared for."""
+        """Return True if this rank's engine ranks have changed since `learn`."""
         return list(self._readers()) != list(self._prepared_for)
 
     def _conclude(self, reason: Reason | None) -> bool:
-        """End `learn`: the route is prepared, or refused for a reason that is logged."""
+        """End `learn`. If there is a reason, refuse the route.
+
+        Returns:
+            True if the route is prepared.
+        """
         if reason is not None:
             self.refuse(reason)
         else:
@@ -306,60 +333,75 @@ class Route:
         return reason is None
 
     def note_proven(self) -> None:
-        """The proof has held: the next syncs may go this way."""
+        """Record that the proof has succeeded."""
         self.state, self._num_syncs = RouteState.PROVEN, 0
 
     def note_used(self) -> None:
-        """A sync of new weights has gone this way, and is served."""
+        """Record that the engines serve new weights that this route has delivered."""
         self._num_syncs += 1
         self._num_short = self._distance = 0
 
     def check_replicas(self, weights: Iterable[NamedTensor]) -> None:
-        """Raise `WeightSyncError` if one engine would be given parts of different copies of the
-        trainer's model; collective.
+        """Check that no engine gets parts of different copies of the trainer's model.
+
+        This method is collective.
+
+        Raises:
+            WeightSyncError: an engine would get parts of different copies.
         """
 
     def note_unmapped(self) -> None:
-        """A session without this route has ended: engines have unmapped what only it needs."""
+        """Record that the engines have unmapped the memory that only this route needs.
+
+        A session that does not use this route ends so.
+        """
 
     def note_outdated(self) -> None:
-        """What the route was prepared for has changed: the next sync is exported. If that happens
-        at every sync, the way is not worth its preparation.
-        """
+        """Record that the engines or the parameters have changed since `learn`."""
         is_short = self.state is RouteState.PROVEN and not self._num_syncs
         self.forget()
         self._num_short += is_short
+        # A route that changes at every sync is not worth its preparation.
         if self._num_short > 1:
-            text = "twice in a row it did not last for one sync: the parameters or engines change"
+            text = "the parameters or the engines changed twice in a row before the first use"
             self.refuse(Reason(text, is_final=False))
 
     def refuse_unproven(self, reason: Reason, *, cannot_map: bool) -> None:
-        """Do not go this way: its proof has failed, in `cannot_map` because an engine cannot map
-        the trainer's memory.
+        """Refuse the route after a failed proof.
+
+        Args:
+            cannot_map: the proof failed because an engine cannot map the trainer's memory.
         """
         self.refuse(replace(reason, is_final=reason.is_final or cannot_map))
 
     def refuse(self, reason: Reason) -> None:
-        """Do not go this way, never again or for a number of syncs that grows."""
+        """Switch the route off: for good if the reason is final, else for some syncs.
+
+        The number of syncs doubles with each failure in a row.
+        """
         self.forget()
         self.reason = reason.text
         if reason.is_final:
-            self.state, when = RouteState.OFF, "from now on"
+            self.state, period = RouteState.OFF, "from now on"
         else:
             self._distance = min(max(1, 2 * self._distance), MAX_DISTANCE)
             self.state, self._num_waited = RouteState.RETRY_LATER, 0
-            when = f"tried again in {self._distance} sync{'s' * (self._distance > 1)}"
-        logger.warning("weight sync: %s (%s): %s", self.fallback_text, when, reason)
+            period = f"tried again in {self._distance} sync{'s' * (self._distance > 1)}"
+        logger.warning("weight sync: %s (%s): %s", self.fallback_text, period, reason)
 
     def recover(self, cause: BaseException | None, weights: Iterable[NamedTensor]) -> Recovery:
-        """How a sync by this route that failed, on this rank by `cause`, is made again."""
+        """Decide how to repeat a failed sync by this route.
+
+        Args:
+            cause: the error of this rank, or None if only other ranks have failed.
+        """
         self.note_outdated()
         return Recovery.EXPORT
 
     def forget(self) -> None:
-        """Drop what was prepared: the next sync is exported."""
+        """Drop the preparation of this route. The next sync is exported."""
         if self.is_prepared:
             self.state = RouteState.UNTRIED
 
     def free_scratch(self) -> None:
-        """A session is over, good or not: give back the memory that only a sync needs."""
+        """Free the memory that only a sync needs, after a good or a failed session."""
