@@ -1,14 +1,14 @@
 """Delivery to engines on other devices, over a process group: buckets are announced, then sent.
 
-The engines have two buffers, and tell which buckets they receive and which they have read:
+Each engine has two buffers, and reports the buckets that it receives and has loaded:
 
     trainer   pack 0 | pack 1 | pack 2          | pack 3     |
     group              send 0 | send 1 | send 2     |
     engines                     load 0 | load 1     |
 
-A transfer begins only when all engines receive its bucket. An earlier one would wait for them on
-the GPU, and operations of the trainer that wait for the whole GPU (freeing memory, the set-up of
-its own collectives) might wait for ever.
+A transfer begins only when all engines receive its bucket. An earlier transfer would wait for the
+engines on the GPU. Operations of the trainer that wait for the whole GPU, such as freeing memory or
+the set-up of collectives, might then wait for ever.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from verl_sglang_sync.routes.route import Delivery, Poll, ReadyBucket
 from verl_sglang_sync.routes.shards.all_to_all import NUM_TRAVELLING
 
 REASON_WAIT_S = 2.0
-"""How long to wait after a failed transfer for the engine at fault to report why."""
+"""The time to wait after a failed transfer for the reason from the engine at fault."""
 
 
 class GroupDelivery(Delivery):
-    """Base of the deliveries over a process group; subclasses announce and send the buckets.
+    """Base of the deliveries over a process group. Subclasses announce and send the buckets.
 
     Args:
-        engines: all engine ranks of the group on the first trainer rank; none on the others.
+        engines: all engine ranks of the group on the first trainer rank, none on the other ranks.
         limit_s: longest time without progress, in seconds.
-        poll: waits together with the other trainer ranks, if they send, too.
-        report: gets the seconds of "load", and of "pack" or "send".
+        poll: waits together with all trainer ranks that send.
+        report: records the seconds of the stages "load", and "pack" or "send".
     """
 
     def __init__(
@@ -60,7 +60,11 @@ class GroupDelivery(Delivery):
             pause = time.monotonic() + AGREE_EVERY_S
             while True:
                 poll(self._engines)
-                waiting = [e for e in self._engines if e.session.num_receiving < num_receiving]
+                waiting = [
+                    engine
+                    for engine in self._engines
+                    if engine.session.num_receiving < num_receiving
+                ]
                 if not waiting and self._has_room():
                     return True
                 if time.monotonic() > deadline:
@@ -79,8 +83,11 @@ class GroupDelivery(Delivery):
         raise BroadcastError(f"bucket {self._travelling[0][0]} was not sent {within}")
 
     def _has_room(self) -> bool:
-        """True if another transfer may begin. If one has failed, raises the engine's reason for it,
-        if it comes, else the transfer's error.
+        """Return True if another transfer may begin.
+
+        Raises:
+            Exception: a transfer has failed. The error is the engine's reason if the engine reports
+                one in time, else the error of the transfer.
         """
         while self._travelling:
             index, transfer = self._travelling[0]
@@ -88,12 +95,12 @@ class GroupDelivery(Delivery):
                 if not transfer.is_done():
                     break
             except BroadcastError as error:
-                self._hear_reason()
+                self._await_reason()
                 raise BroadcastError(f"bucket {index} was not sent: {error}") from None
             self._travelling.popleft()
         return len(self._travelling) < NUM_TRAVELLING
 
-    def _hear_reason(self) -> None:
+    def _await_reason(self) -> None:
         deadline = time.monotonic() + REASON_WAIT_S
         while self._engines and time.monotonic() < deadline:
             poll(self._engines)
@@ -101,7 +108,7 @@ class GroupDelivery(Delivery):
 
 
 class BroadcastDelivery(GroupDelivery):
-    """The group's rank 0 broadcasts its packed buckets to all engines.
+    """Delivery of packed buckets by broadcasts from rank 0 of a group to all engines.
 
     Args:
         group: torch's process group.
@@ -114,7 +121,7 @@ class BroadcastDelivery(GroupDelivery):
         self._group = group
 
     def deliver(self, ready: ReadyBucket) -> None:
-        """Announce a bucket, and broadcast it as soon as all engines receive it."""
+        """Announce a bucket, and broadcast the bucket as soon as all engines receive."""
         index, bucket = ready.index, ready.bucket
         pieces = encode_pieces([BucketPiece(0, 0, 0, ready.nbytes)])
         for engine in self._engines:
@@ -122,11 +129,11 @@ class BroadcastDelivery(GroupDelivery):
                 engine.session.load(index, bucket, pieces, read_only=False)
         with self._report.stage("load"):
             self._wait(index + 1)
-        assert ready.storage is not None, "what is broadcast is packed"
+        assert ready.storage is not None, "a broadcast bucket is packed"
         flat = torch.empty(0, dtype=torch.uint8, device=ready.storage.device).set_(ready.storage)
         self._travelling.append((index, Broadcast(flat[: ready.nbytes], self._group)))
 
     def make_room(self) -> None:
-        """Wait until the buffer that the next bucket is packed into has been sent."""
+        """Wait until the staging buffer for the next bucket has been sent."""
         with self._report.stage("send"):
             self._wait(0)

@@ -1,8 +1,10 @@
 """Route "exchange": trainer ranks send each other the parts of their shards that engines read.
 
-See `shard_route`. Each rank receives the part that its own engine reads into staging buffers, which
-the engine maps (`exchange_plan.received`). Buckets are collectives of torch's default group, so a
-rank that has failed still takes part in those of all other buckets.
+`shard_route` describes the plan. Each rank receives the bytes that its own engine reads into
+staging buffers, which the engine maps. `exchange_plan.received` locates the bucket in a buffer.
+
+Each bucket takes collectives of torch's default group. A rank that has failed therefore still takes
+part in the collectives of all remaining buckets.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from verl_sglang_sync.sources.export import NamedTensor
 logger = logging.getLogger(__name__)
 
 PIECES_PER_BUCKET = 4
-"""A rank sends this part of a bucket at a time, so that scratch for two is half a bucket."""
+"""The number of pieces of a bucket. The scratch for two pieces is half a bucket."""
 
 
 class Exchange(ShardRoute):
@@ -43,21 +45,22 @@ class Exchange(ShardRoute):
         return super().can_learn(weights) and world_size() > 1
 
     def _reserve(self, plan: ShardPlan) -> None:
-        self._ring.prepare([found.nbytes for (found,) in plan.received])
+        self._ring.prepare([bucket.nbytes for (bucket,) in plan.received])
 
     def _source_of(self, plan: ShardPlan, report: SyncReport) -> ShardBuckets:
         return ExchangedBuckets(plan, report, self._ring)
 
 
 class ExchangedBuckets(ShardBuckets):
-    """Buckets that are received in order from all ranks into the staging buffers; each is
-    collective.
+    """The buckets of one sync, received in order from all ranks into staging buffers.
+
+    Each bucket is collective.
     """
 
     def __init__(self, plan: ShardPlan, report: SyncReport, ring: StagingRing) -> None:
         super().__init__(plan, report)
         self._all_to_all = plan.all_to_all
-        self._found = [found for (found,) in plan.received]
+        self._sizes = [bucket.sizes for (bucket,) in plan.received]
         self._ring = ring
         self._num_received = 0
 
@@ -81,17 +84,17 @@ class ExchangedBuckets(ShardBuckets):
         self.report.num_exchanged += len(self.plan.buckets)
 
     def receive(self) -> torch.UntypedStorage:
-        """Receive the next bucket; returns its storage.
+        """Receive the next bucket, and return the storage of its staging buffer.
 
         Raises:
-            Exception: the first error; this rank takes part in all collectives of the bucket before
-                it is raised.
+            Exception: the first error. This rank takes part in all collectives of the bucket before
+                it raises the error.
         """
         index, self._num_received = self._num_received, self._num_received + 1
-        buffer, sizes = self._ring.buffer(index), self._found[index].sizes
+        buffer, sizes = self._ring.buffer(index), self._sizes[index]
         errors: list[Exception] = []
         travelling: deque[Any] = deque()
-        # With two collectives in a group at a time torch 2.11's gloo has crashed.
+        # The gloo backend of torch 2.11 has crashed with two collectives in a group at a time.
         num_ahead = NUM_TRAVELLING if buffer.is_cuda else 1
         stop = 0
         for number, of_ranks in zip(self._all_to_all.numbers_of(index), sizes, strict=True):
@@ -113,12 +116,11 @@ class ExchangedBuckets(ShardBuckets):
         return self._ring.written(index)
 
     def drain(self) -> None:
-        """Take part in the remaining collectives, if they have begun, whatever happens: the other
-        ranks wait for what this one sends.
-        """
-        while 0 < self._num_received < len(self._found):
+        """Take part in the remaining collectives if the first bucket has begun. Log any error."""
+        # The other ranks wait for the bytes of this rank.
+        while 0 < self._num_received < len(self._sizes):
             try:
                 self.receive()
             except Exception:
-                text = "this rank's part of a bucket could not be sent: other ranks may wait for it"
+                text = "this rank could not send its part of a bucket, so other ranks may hang"
                 logger.warning(text, exc_info=True)

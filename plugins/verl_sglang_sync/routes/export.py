@@ -1,4 +1,7 @@
-"""verl's full export, packed into staging buffers: the first sync, and what no route carries."""
+"""The source of an exported sync: verl's full export, packed into staging buffers.
+
+The first sync is exported, and every sync for which no route can be used.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,13 @@ from verl_sglang_sync.sources.export import Export
 
 @dataclass(eq=False)
 class ExportedBuckets(SyncSource):
-    """The full export, packed; a bucket takes the staging buffer of the one `num_buffers` before.
+    """The full export, packed into staging buffers that are used in turn.
 
     Attributes:
-        ring: None where no engine is given any bucket: the export is gone through, as the other
-            ranks' collectives need it.
-        comparison: of the export with the parameters, each bucket while the engine loads the one
-            before; None: no route wants it.
+        ring: the staging buffers. None if this rank delivers to no engine. Such a rank still
+            iterates the export, because the collectives of the export need every rank.
+        comparison: compares the export with the parameters. The engine loads the previous bucket
+            at the same time. None if no route wants the comparison.
     """
 
     export: Export
@@ -43,19 +46,18 @@ class ExportedBuckets(SyncSource):
         return self._buckets
 
     def drain(self) -> None:
-        """Go on exporting: the export's collectives need every rank."""
+        """Iterate the rest of the export, because its collectives need every rank."""
         self._buckets = iter(())
         self.export.drain()
 
     def _packed(self) -> Iterator[ReadyBucket]:
-        """The export, cut. A rank that cannot allocate its buffers fails once it has exported the
-        first bucket: the other ranks are in the collectives of that, too.
-        """
+        """Yield the buckets of the export, packed if this rank has staging buffers."""
         batches = self.cutter.batches(self.export, self.report)
         try:
             if self.ring is not None:
                 self.ring.prepare([bucket.layout.nbytes for bucket in self.cutter.buckets])
         except Exception:
+            # The other ranks are in the collectives of the first bucket, which need this rank.
             next(batches, None)
             raise
         for batch in batches:

@@ -1,4 +1,4 @@
-"""Delivery of exported and exchanged buckets: the engine maps the staging buffer that holds one."""
+"""Delivery of exported and exchanged buckets through staging buffers that the engine maps."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from dataclasses import dataclass, field
 from sglang_loader.common.session.messages import BucketPiece, encode_pieces
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.engine_ranks import EngineRank, wait_for
+from verl_sglang_sync.engine.session import TrainerSession
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.route import Delivery, ReadyBucket
 
 
 @dataclass(eq=False)
 class MappedDelivery(Delivery):
-    """Delivery through staging buffers that engines map, and that buckets use one after the other.
-    A colocated rank has one engine rank; one that only takes part in the export has none.
+    """Delivery through staging buffers that engines map, and that buckets use in turn.
+
+    A colocated rank has one engine rank. A rank that only takes part in the export has none.
     """
 
     _engines: Sequence[EngineRank]
@@ -24,10 +26,13 @@ class MappedDelivery(Delivery):
     _num_packed: int = field(default=0, init=False)
 
     def deliver(self, ready: ReadyBucket) -> None:
-        """Have a bucket loaded; the handle of a buffer that is not mapped is sent with it."""
+        """Request the engine ranks to load a bucket.
+
+        If an engine rank has not mapped the staging buffer, the request carries its handle.
+        """
         self._num_packed += 1
         for session in (engine.session for engine in self._engines):
-            assert ready.storage is not None, "a rank with an engine packs"
+            assert ready.storage is not None, "a rank with an engine has staging buffers"
             slot = session.map_buffer(ready.storage, keep=False)
             if ready.pieces is not None:
                 pieces = ready.pieces(slot)
@@ -39,10 +44,10 @@ class MappedDelivery(Delivery):
 
     def make_room(self) -> None:
         num_read = self._num_packed + 1 - self._settings.num_staging_buffers
+
+        def has_read(session: TrainerSession) -> bool:
+            return session.num_done >= num_read
+
         if num_read > 0 and self._engines:
             with self._report.stage("load"):
-                wait_for(
-                    self._engines,
-                    lambda session: session.num_done >= num_read,
-                    self._settings.request_timeout_s,
-                )
+                wait_for(self._engines, has_read, self._settings.request_timeout_s)
