@@ -1,15 +1,16 @@
-"""Route "send": every trainer rank sends every engine rank the part of its shards that it reads.
+"""Route "send": trainer ranks send engine ranks the parts of their shards that the engines read.
 
-For engines on other devices (disaggregated), instead of a broadcast of all weights by the first
-trainer rank. Each byte that an engine rank reads is sent once, by a trainer rank that holds it
-(`exchange_plan.plan_reader` checks that). See `shard_route`; all trainer ranks and engine ranks are
-one process group (`engine.update_groups`), and no rank packs more than a bucket at a time.
+This route serves engines on other devices (disaggregated). It replaces a broadcast of all weights
+by the first trainer rank. Each byte that an engine rank reads is sent once, by a trainer rank that
+holds the byte. `exchange_plan.plan_reader` checks this.
 
-The engine ranks unpack nothing: their load plans read from the receive buffers.
+`shard_route` describes the plan. All trainer ranks and engine ranks are one process group
+(`engine.update_groups`). No rank packs more than a bucket at a time. The engine ranks unpack
+nothing, because their load plans read from the receive buffers.
 
-Before each all-to-all the trainer ranks agree that every engine rank receives it, and that the one
-before the last, whose scratch it is packed in, is done. So no rank waits in a collective for one
-that has failed, and a rank that hangs is found in the next agreement.
+Before each all-to-all the trainer ranks agree on two facts. Every engine rank receives, and the
+all-to-all that last used the same scratch is done. No rank therefore waits in a collective for a
+rank that has failed. The next agreement detects a rank that hangs.
 """
 
 from __future__ import annotations
@@ -29,7 +30,11 @@ from verl_sglang_sync.routes.shards.shard_route import ShardBuckets, ShardPlan, 
 
 
 class Send(ShardRoute):
-    """Route "send"; `process_group` returns that of all trainer and engine ranks in a sync."""
+    """Route "send".
+
+    Args:
+        process_group: returns the group of all trainer ranks and engine ranks in a sync.
+    """
 
     fallback_text = "the first trainer rank gathers all weights and broadcasts them to all engines"
 
@@ -43,7 +48,7 @@ class Send(ShardRoute):
 
 
 class SentBuckets(ShardBuckets):
-    """Buckets that all trainer ranks send."""
+    """The buckets of one sync, sent by all trainer ranks."""
 
     def __init__(self, route: Send, plan: ShardPlan, report: SyncReport) -> None:
         super().__init__(plan, report)
@@ -62,7 +67,7 @@ class SentBuckets(ShardBuckets):
 
 
 class SendDelivery(GroupDelivery):
-    """Sends buckets by the all-to-alls of a plan: what this rank sends."""
+    """Delivery of one trainer rank's parts of buckets by the all-to-alls of a plan."""
 
     def __init__(
         self, sent: SentBuckets, route: Send, engines: Sequence[EngineRank], poll: Poll
@@ -72,7 +77,7 @@ class SendDelivery(GroupDelivery):
         self._nothing = torch.empty(0, dtype=torch.uint8, device=route._device)
 
     def deliver(self, ready: ReadyBucket) -> None:
-        """Announce a bucket, and send it as soon as all engine ranks receive it."""
+        """Announce a bucket, and send the bucket as soon as all engine ranks receive."""
         for reader, engine in enumerate(self._engines):
             with engine.naming_errors():
                 engine.session.load(
@@ -93,7 +98,7 @@ class SendDelivery(GroupDelivery):
         moves, nothing = self._plan.all_to_all, self._nothing
         try:
             moves.pack(number)
-        finally:  # also after a failure, which is agreed on later: the other ranks would hang
+        finally:  # even after a failure, because the other ranks would hang
             none = [0] * len(self._plan.reads[index])
             work = moves.launch(number, nothing, none, self._group)
             self._travelling.append((index, Transfer(work, nothing.device)))

@@ -1,4 +1,4 @@
-"""Staging buffers: buckets are packed into them one after the other, by a few fused copies."""
+"""Staging buffers, into which buckets are packed in turn by a few fused copies."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from sglang_loader.common.shared_memory import share_on_host
 from verl_sglang_sync.sources.bucket_cutter import Batch
 
 LARGE_BYTES = 8 << 20
-"""One `copy_` moves 1.85 TB/s on an H200, `_foreach_copy_` 1.46 (`copy_kernels` of the results)."""
+"""The size from which a tensor gets a `copy_` of its own.
+
+On an H200 one `copy_` moves 1.85 TB/s, `_foreach_copy_` 1.46 (`copy_kernels` in the results).
+"""
 
 MAPPABLE_BYTES = 1
-"""Least size of a buffer, also for a bucket of empty tensors: no memory cannot be mapped."""
+"""The least size of a buffer, because engines cannot map an empty one."""
 
 _Groups = list[tuple[list[int], list[torch.Tensor]]]
 
@@ -23,13 +26,13 @@ _Groups = list[tuple[list[int], list[torch.Tensor]]]
 class StagingRing:
     """`num_buffers` flat staging buffers, kept from sync to sync or freed in between.
 
-    They are allocated by torch's ordinary allocator, never inside a torch_memory_saver region. On a
-    GPU they must not lie in an expandable segment, which has no IPC handle: verl switches those off
-    around a sync. On a CPU they are shared memory.
+    Torch's ordinary allocator allocates the buffers, never inside a torch_memory_saver region. On a
+    GPU the buffers must not lie in an expandable segment, which has no IPC handle. verl switches
+    expandable segments off around a sync. On a CPU the buffers are shared memory.
 
     Args:
-        num_buffers: with two, a bucket is packed while the engine loads the last one.
-        bucket_bytes: size of a buffer as long as the largest bucket is not known.
+        num_buffers: with two buffers, a bucket is packed while the engine loads the previous one.
+        bucket_bytes: size of a buffer until the largest bucket is known.
     """
 
     def __init__(self, device: torch.device, *, num_buffers: int, bucket_bytes: int) -> None:
@@ -40,7 +43,7 @@ class StagingRing:
 
     @property
     def nbytes(self) -> int:
-        """Size of the buffers at present."""
+        """The present size of all buffers."""
         return sum(buffer.numel() for buffer in self._buffers)
 
     def prepare(self, sizes: Sequence[int]) -> None:
@@ -50,13 +53,13 @@ class StagingRing:
             self._reserve(slot, max(MAPPABLE_BYTES, *sizes[slot::num]))
 
     def pack(self, batch: Batch) -> torch.UntypedStorage:
-        """Copy a bucket into its buffer, wait for that, and return the buffer's storage."""
+        """Copy a bucket into its buffer, wait for the copies, and return the buffer's storage."""
         slot, bucket = batch.index % len(self._buffers), batch.bucket
         nbytes = bucket.layout.nbytes
         needed = max(nbytes, MAPPABLE_BYTES)
         if needed > self._buffers[slot].numel():
-            only = batch.index == 0 and bucket.is_last
-            self._reserve(slot, needed if only else max(needed, self._bucket_bytes))
+            is_only = batch.index == 0 and bucket.is_last
+            self._reserve(slot, needed if is_only else max(needed, self._bucket_bytes))
         groups = self._views.get((bucket.digest, slot))
         if groups is None:
             flat = self._buffers[slot][:nbytes]
@@ -71,11 +74,11 @@ class StagingRing:
         return self.written(batch.index)
 
     def buffer(self, index: int) -> torch.Tensor:
-        """The buffer of a bucket: flat uint8, of the size that `prepare` has made."""
+        """Return the buffer of a bucket: flat uint8, with the size that `prepare` has made."""
         return self._buffers[index % len(self._buffers)]
 
     def written(self, index: int) -> torch.UntypedStorage:
-        """The storage of a bucket's buffer, after the current stream's work is done."""
+        """Wait for the current stream, and return the storage of a bucket's buffer."""
         synchronize(self._device)
         return self.buffer(index).untyped_storage()
 
@@ -85,9 +88,9 @@ class StagingRing:
         self._buffers = [self._empty(0) for _ in self._buffers]
 
     def _reserve(self, slot: int, nbytes: int) -> None:
-        """Make a buffer at least this large; its content is lost if it grows."""
+        """Make a buffer at least this large. A buffer that grows loses its content."""
         if nbytes > self._buffers[slot].numel():
-            self._views = {key: v for key, v in self._views.items() if key[1] != slot}
+            self._views = {key: view for key, view in self._views.items() if key[1] != slot}
             self._buffers[slot] = self._empty(0)  # free before growing
             self._buffers[slot] = self._empty(nbytes)
 
@@ -97,8 +100,10 @@ class StagingRing:
 
 
 def _grouped_views(layout: BucketLayout, flat: torch.Tensor) -> _Groups:
-    """Positions and views of a bucket's tensors in groups, each for one fused copy: by dtype, and
-    large tensors alone.
+    """Group a bucket's tensors for fused copies: by dtype, but each large tensor alone.
+
+    Returns:
+        The positions and the views of the tensors in each group.
     """
     by_dtype: dict[object, tuple[list[int], list[torch.Tensor]]] = {}
     for i, (_, view) in enumerate(layout.views(flat)):
