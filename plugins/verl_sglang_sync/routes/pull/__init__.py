@@ -1,1 +1,1 @@
-"""Buckets that the engines read in the trainer ranks' parameters."""
+"""Route "pull": engines read the trainer ranks' parameters in place."""

@@ -1,12 +1,12 @@
-"""Where all trainer ranks' parameters are, as each rank's engine ranks are told of them.
+"""The locations of all trainer ranks' parameters in memory, in the form that engines get.
 
-A `TracedExport` says which bytes of which parameter an exported tensor is, and which rank holds
-them; it stays true for as long as the model does. Where those bytes are in memory is another
-question: parameters that are offloaded come back elsewhere.
+A `TracedExport` maps each exported tensor to bytes of a parameter, and to the ranks that hold these
+bytes. The map holds as long as the model. Memory addresses change more often: parameters that are
+offloaded return at other addresses.
 
     plan = PullPlan(traced, buckets, [bucket_reads(bucket.layout, traced) for bucket in buckets])
-    table = share_shards(traced, sources(), device, rank, share)  # each rank, of its own
-    tables = group.all_gather(table)                  # then every rank knows all of them
+    table = share_shards(traced, sources(), device, rank, share)  # this rank's shards
+    tables = group.all_gather(table)                              # all ranks' shards
     locations = ParameterLocations.of(plan, snapshot, tables, readers, first_reader)
 """
 
@@ -28,23 +28,31 @@ from verl_sglang_sync.sources.shard_reads import Origin, ShardRead, shard_reads,
 from verl_sglang_sync.sources.snapshot import SourcesSnapshot, memory_of
 
 MAX_BLOCKS = 8192
-"""More blocks than this are not mapped: each costs an engine a mapping and a file descriptor."""
+"""The largest number of blocks to map. A block costs an engine a mapping and a file descriptor."""
 
 NO_BYTES = (-1, 0)
+"""The entry of `MemoryTable.shards` for a parameter of which the rank holds no bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpreadRead:
-    """A tensor, from byte `start` of the bucket on, whose bytes lie apart in its parameter."""
+    """A read of a whole tensor whose bytes lie apart in its parameter.
+
+    Attributes:
+        start: the offset of the tensor in the bucket.
+    """
 
     start: int
     origin: Origin
 
 
 def bucket_reads(layout: BucketLayout, traced: TracedExport) -> list[ShardRead | SpreadRead]:
-    """Which shards hold a bucket's bytes, in ascending order; pure. `NotTraceable` if unknown.
+    """List the shards that hold a bucket's bytes, in the order of the bytes. Pure.
 
-    Bytes that are consecutive in a shard and in the bucket are one read, of several tensors even.
+    Bytes that are consecutive in a shard and in the bucket are one read, even of several tensors.
+
+    Raises:
+        NotTraceable: the shards of a tensor are unknown.
     """
     origins = traced.origins_of(layout)
     joined: list[ShardRead | SpreadRead] = []
@@ -64,18 +72,18 @@ def bucket_reads(layout: BucketLayout, traced: TracedExport) -> list[ShardRead |
 
 
 def _continues(last: ShardRead, part: ShardRead) -> bool:
-    """True if two reads of a shard are as far apart in it as in the bucket, gaps included."""
-    read, after = last.read, part.read
+    """Return True if two reads of a shard have the same distance in the shard and in the bucket."""
+    first, second = last.read, part.read
     return (
-        (last.holders, read.tensor) == (part.holders, after.tensor)
-        and read.offset < after.offset
-        and after.offset - read.offset == after.start - read.start
+        (last.holders, first.tensor) == (part.holders, second.tensor)
+        and first.offset < second.offset
+        and second.offset - first.offset == second.start - first.start
     )
 
 
 @dataclass(frozen=True)
 class PullPlan:
-    """Which bytes of which shards the buckets are; true until the parameters are replaced."""
+    """The reads of shards that make up each bucket, valid until the trace changes."""
 
     traced: TracedExport
     buckets: list[Bucket]
@@ -84,13 +92,13 @@ class PullPlan:
 
 @dataclass(frozen=True, slots=True)
 class MemoryTable:
-    """One rank's shards, as the others are told of them.
+    """The locations of one rank's shards, in the form that the other ranks get.
 
     Attributes:
-        blocks: by name of a memory block in which shards lie, what each engine rank maps; every
-            handle is used once.
-        shards: by parameter: position of its block, and where in that the shard begins; `NO_BYTES`
-            where the rank holds nothing of it.
+        blocks: by the name of a memory block that contains shards: one handle for each engine
+            rank, or none if no handles are wanted. A handle is used once.
+        shards: by parameter: the position of its block, and the offset of the shard in the block.
+            `NO_BYTES` if the rank holds no bytes of the parameter.
     """
 
     blocks: Mapping[str, tuple[BufferHandle, ...]]
@@ -99,27 +107,28 @@ class MemoryTable:
 
 def share_shards(
     traced: TracedExport,
-    now: Mapping[str, torch.Tensor],
+    sources: Mapping[str, torch.Tensor],
     device: torch.device,
     rank: int,
     share: Callable[[Block, torch.UntypedStorage], tuple[str, tuple[BufferHandle, ...]]],
 ) -> MemoryTable:
-    """What the other ranks are to know of this rank's shards.
+    """Create the table of this rank's shards.
 
     Args:
-        now: the trainer's tensors.
-        device: on which the parameters must be; memory elsewhere cannot be read in place.
-        share: given a block and a storage in it: the block's name, and its handles by engine rank.
+        sources: the trainer's tensors by name.
+        device: the device of the parameters. Engines cannot read memory of another device in place.
+        share: returns the name of a block, and its handles by engine rank. The arguments are the
+            block and a storage in it.
 
     Raises:
-        NotTraceable, ValueError: a shard lies in no memory that another process can map.
+        NotTraceable, ValueError: another process cannot map the memory of a shard.
     """
     table = BlockTable(device)
-    blocks: dict[Block, tuple[int, torch.UntypedStorage]] = {}  # its position, a storage in it
+    blocks: dict[Block, tuple[int, torch.UntypedStorage]] = {}  # a position and a storage
     places = []
     for parameter in traced.parameters:
         name, place = parameter.source, NO_BYTES
-        shard = memory_of(now[name]) if parameter.owners.is_held_by(rank) else None
+        shard = memory_of(sources[name]) if parameter.owners.is_held_by(rank) else None
         if shard is not None and shard.numel():
             storage = shard.untyped_storage()
             block = table.block_of(Block.of(storage))
@@ -144,8 +153,12 @@ def _is_mappable(shard: torch.Tensor, device: torch.device) -> bool:
 
 
 def pieces_for(plan: PullPlan, tables: Sequence[MemoryTable], number: int) -> tuple[bytes, ...]:
-    """Where the engine rank that has this `number` among all finds every bucket, encoded; a slot is
-    a position in all ranks' blocks.
+    """Encode the pieces of every bucket for one engine rank.
+
+    Args:
+        tables: the tables of all trainer ranks. The slot of a block is its position in the blocks
+            of all tables.
+        number: the number of the engine rank.
     """
     first_slots = [0, *accumulate(len(table.blocks) for table in tables)]
 
@@ -173,12 +186,13 @@ def pieces_for(plan: PullPlan, tables: Sequence[MemoryTable], number: int) -> tu
 
 @dataclass(frozen=True)
 class ParameterLocations:
-    """Where all ranks' parameters are at present, for this rank's engine ranks (`readers`).
+    """The present locations of all ranks' parameters, for this rank's engine ranks (`readers`).
 
     Attributes:
-        snapshot: of this rank's parameters.
-        blocks: names of those of all ranks in which they lie; engines map them all.
-        handles: by reader and block; each is used once. Empty where all blocks are mapped.
+        snapshot: identifies this rank's parameters, to detect changes.
+        blocks: the names of all blocks that contain parameters, of all ranks. Engines map them all.
+        handles: by reader, the handles of blocks by name. A handle is used once. Empty if the
+            reader has mapped all blocks.
         pieces: by reader and bucket, see `pieces_for`.
     """
 
@@ -196,11 +210,19 @@ class ParameterLocations:
         readers: Sequence[int],
         first_reader: int,
     ) -> ParameterLocations:
-        """Where this rank's engine ranks, `readers` among all, find every bucket."""
+        """Locate every bucket for this rank's engine ranks.
+
+        Args:
+            tables: the tables of all trainer ranks.
+            readers: the positions of this rank's engine ranks among all engine ranks.
+            first_reader: see `RouteContext`.
+        """
         blocks = [block for table in tables for block in table.blocks.items()]
         return cls(
             snapshot,
             tuple(name for name, _ in blocks),
-            tuple({name: each[reader] for name, each in blocks if each} for reader in readers),
+            tuple(
+                {name: handles[reader] for name, handles in blocks if handles} for reader in readers
+            ),
             tuple(pieces_for(plan, tables, first_reader + reader) for reader in readers),
         )
