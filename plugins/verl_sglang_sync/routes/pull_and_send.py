@@ -1,9 +1,11 @@
 """Routes "pull" and "send" in one sync: engines near the trainer read its parameters in place.
 
-Once an exported sync has told where the engine ranks are, `PullAndSend` decides for each replica:
-one of which all ranks can read in place (near) is served as by `Pull`, the others (far) as by
-`Send`; each bucket comes both ways. The near are not in the group in which the trainer ranks send:
-nobody waits for the engines of the other kind before all have read everything.
+An exported sync reports the host of every engine rank. `PullAndSend` then sorts the replicas. A
+replica is near if all of its engine ranks can read in place, else far. Near replicas read the
+trainer's parameters as with `Pull`, far replicas receive the same buckets as with `Send`.
+
+The near engine ranks are not in the process group in which the trainer ranks send. Near and far
+engine ranks therefore wait for each other only at the end of the sync.
 """
 
 from __future__ import annotations
@@ -11,10 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import compress
 from typing import Any
 
 from sglang_loader.common.ranks import Reason
+from verl_sglang_sync.engine.arrangements import EngineArrangements
 from verl_sglang_sync.engine.engine_ranks import EngineRank
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.pull.route import Pull
@@ -32,11 +36,16 @@ from verl_sglang_sync.sources.export import NamedTensor
 
 
 class PullAndSend(Send):
-    """Route "send" for far replicas, and `pull`, used by no other route, for near ones if any."""
+    """Route "send" for far replicas, with route "pull" for near replicas if there are any.
+
+    Args:
+        pull: the route for near replicas, which is part of no other route.
+        process_group: see `Send`.
+    """
 
     def __init__(self, context: RouteContext, pull: Pull, process_group: Callable[[], Any]) -> None:
         far, self._all_readers, self._pull = copy(context), context.readers, pull
-        far.readers = lambda: [each for each in context.readers() if not each.reads_in_place]
+        far.readers = partial(_far_readers, context)
         super().__init__(far, process_group)
 
     def _source(self, weights: Iterable[NamedTensor], report: SyncReport) -> SyncSource | None:
@@ -51,17 +60,22 @@ class PullAndSend(Send):
 
     def learn(self, sync: ExportedSync) -> bool:
         near = self._near(sync)
-        super().learn(_of_engine_ranks(sync, [not each for each in near]))
-        if self.is_prepared and any(near) and not self._pull.prepare(_of_engine_ranks(sync, near)):
-            return self.learn(sync)  # again, without `Pull`: it was refused
+        super().learn(_select_engine_ranks(sync, [not is_near for is_near in near]))
+        if self.is_prepared and any(near):
+            is_pull_prepared = self._pull.prepare(_select_engine_ranks(sync, near))
+            if not is_pull_prepared:
+                return self.learn(sync)  # `Pull` is refused, so all replicas are far
         return False
 
     def _near(self, sync: ExportedSync) -> list[bool]:
-        """Decide and return which engine ranks are to read in place; collective. No rank is if all
-        could: then route "pull" has been tried before.
+        """Decide which engine ranks read in place, and mark those of this rank. Collective.
+
+        Returns:
+            True or False for each engine rank of all trainer ranks.
         """
         self._pull.forget()
-        reasons = self._pull.why_not_in_place(sync.loaded)
+        reasons = self._pull.gather_obstacles(sync.loaded)
+        # If all engine ranks could read in place, route "pull" alone has failed before.
         may_pull = any(reasons) and self._pull.can_learn(sync.weights)
         near = [may_pull and reason is None for reason in reasons]
         for reader, is_near in zip(self._all_readers(), near, strict=False):
@@ -82,7 +96,7 @@ class PullAndSend(Send):
         if not (cannot_map and self._pull.is_prepared):
             super().refuse_unproven(reason, cannot_map=False)
             return
-        self.forget()  # to be prepared without `Pull`
+        self.forget()  # the next `learn` prepares this route without `Pull`
         self._pull.refuse(replace(reason, is_final=True))
 
     def check_replicas(self, weights: Iterable[NamedTensor]) -> None:
@@ -98,21 +112,26 @@ class PullAndSend(Send):
 
     def recover(self, cause: BaseException | None, weights: Iterable[NamedTensor]) -> Recovery:
         self._pull.recover(cause, weights)
-        return super().recover(cause, weights)  # engines get other groups, unknown to the plan
+        # The plan does not hold any more, because the engines get new process groups.
+        return super().recover(cause, weights)
 
     def forget(self) -> None:
         super().forget()
         self._pull.forget()
 
 
-def _of_engine_ranks(sync: ExportedSync, taken: Sequence[bool]) -> ExportedSync:
-    """As if these engine ranks alone had taken part."""
-    return replace(sync, loaded=list(compress(sync.loaded, taken)))
+def _far_readers(context: RouteContext) -> list[EngineArrangements]:
+    return [reader for reader in context.readers() if not reader.reads_in_place]
+
+
+def _select_engine_ranks(sync: ExportedSync, is_selected: Sequence[bool]) -> ExportedSync:
+    """Return the sync with the outcomes of the selected engine ranks alone."""
+    return replace(sync, loaded=list(compress(sync.loaded, is_selected)))
 
 
 @dataclass(eq=False)
 class PulledAndSent(SyncSource, Delivery):
-    """The buckets of one sync, which some engine ranks read in place while others are sent them."""
+    """The buckets of one sync, which near engine ranks read in place and far ones receive."""
 
     _pulled: SyncSource
     _sent: SyncSource
@@ -124,8 +143,8 @@ class PulledAndSent(SyncSource, Delivery):
         self._pulled.start()
 
     def delivery(self, engines: Sequence[EngineRank], poll: Poll) -> Delivery:
-        near = [each for each in engines if each.arrangements.reads_in_place]
-        far = [each for each in engines if not each.arrangements.reads_in_place]
+        near = [engine for engine in engines if engine.arrangements.reads_in_place]
+        far = [engine for engine in engines if not engine.arrangements.reads_in_place]
         pulled, sent = self._pulled.delivery(near, poll), self._sent.delivery(far, poll)
         assert pulled is not None and sent is not None
         self._deliveries = pulled, sent

@@ -1,18 +1,20 @@
-"""Route "pull": every engine rank reads the trainer ranks' parameters where they are.
+"""Route "pull": every engine rank reads the trainer ranks' parameters in place.
 
-Nothing is exported, gathered, packed or sent: an engine rank maps the parameters' memory, that of
-all trainer ranks, and its load plan copies from there what it needs. Engines share the trainer
-ranks' GPUs, or have others of the same node. The export is traced once (which bytes of which shard
-is each tensor?), and each rank compares its own shards, bit for bit, with the full export that the
-engines load (`sources.comparison`). Then it tells the others where its shards lie:
+No bytes are exported, gathered, packed or sent. An engine rank maps the memory of all trainer
+ranks' parameters, and its load plan copies the bytes that the engine rank needs. Engines share the
+trainer ranks' GPUs, or have other GPUs of the same node.
 
-    pull.learn(exported_sync)                     # after a good one
-    source = pull.choose(export, report)          # in the next ones
-    pull.recover(cause, export)                   # after one that failed
+The route traces the export once. The trace maps each exported tensor to bytes of shards. Each rank
+then compares its own shards, bit for bit, with the full export that the engines load
+(`sources.comparison`), and sends the locations of its shards to the other ranks:
 
-An optimizer changes what is in the memory, and all of this stays true. Parameters that come back
-elsewhere (`param_offload`) are located anew before each sync; the trace stays. Whatever else
-changes is noticed before the engines may publish, and the sync is made again.
+    pull.learn(exported_sync)                     # after a good exported sync
+    source = pull.choose(export, report)          # in the next syncs
+    pull.recover(cause, export)                   # after a failed sync
+
+An optimizer changes the contents of the memory, but neither the trace nor the locations. Parameters
+that return at other addresses (`param_offload`) are located before each sync. Any other change is
+detected before the engines may publish, and the sync is repeated.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from verl_sglang_sync.routes.pull.located import (
     MemoryTable,
     ParameterLocations,
     PullPlan,
+    SpreadRead,
     bucket_reads,
     share_shards,
 )
@@ -54,6 +57,7 @@ from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport
 from verl_sglang_sync.sources.memory_blocks import Block, BlockNames, share_block
 from verl_sglang_sync.sources.replicas import check_replicas, differing_replicas
+from verl_sglang_sync.sources.shard_reads import ShardRead
 from verl_sglang_sync.sources.snapshot import (
     SourcesChanged,
     SourcesSnapshot,
@@ -63,7 +67,11 @@ from verl_sglang_sync.sources.snapshot import (
 
 
 class Pull(Route):
-    """Route "pull"; `record` notes a handle before it leaves this process."""
+    """Route "pull".
+
+    Args:
+        record: records a handle before the handle leaves this process.
+    """
 
     fallback_text = "the engines do not read the trainer's parameters in place"
 
@@ -74,18 +82,18 @@ class Pull(Route):
         self._plan: PullPlan | None = None
         self._is_colocated = context.is_colocated
         self._num_readers = 0  # engine ranks of all trainer ranks
-        self._own_readers = range(0)  # which of them are this rank's
+        self._own_readers = range(0)  # positions of this rank's engine ranks among all
         # If None, the next sync locates the parameters and makes new handles.
         self._locations: ParameterLocations | None = None
-        self._blocks_read: frozenset[str] = frozenset()  # by the last pulled sync
-        self._any_can_read = True  # some engine rank of the last exported sync could, in place
+        self._blocks_read: frozenset[str] = frozenset()  # in the last pulled sync
+        self._any_can_read = True  # False if no engine rank of the last exported sync can pull
 
     def _source(self, weights: Iterable[NamedTensor], report: SyncReport) -> SyncSource | None:
         if not self._is_colocated and not self._ranks.all(not self._have_changed()):
             warn_once("weight sync: full export for this sync, as the set of engines changed")
             return None
         if self.state is RouteState.PROVEN and not self._num_syncs:
-            self.check_replicas(weights)  # an optimizer has stepped since the proof
+            self.check_replicas(weights)  # an optimizer may have stepped since the proof
         if empties_storages(weights) or self._locations is None:
             reason = self._locate(weights, shares=True)
             if reason is not None and (reason.is_final or self.state is RouteState.LEARNT):
@@ -94,9 +102,9 @@ class Pull(Route):
                 warn_once(f"weight sync: full export for this sync: {reason}")
             if reason is not None:
                 return None
-        assert self._locations is not None, "no reason, so it was located"
-        # The trainer cannot free what an engine has mapped, and must where it offloads parameters:
-        # the engines keep blocks mapped only if the sync before read the same ones.
+        assert self._locations is not None, "without a reason the parameters are located"
+        # A trainer that offloads parameters must free their memory, and cannot free mapped memory.
+        # The engines therefore keep blocks mapped only if the last sync read the same blocks.
         keep_mapped = self._blocks_read == set(self._locations.blocks)
         return PulledBuckets(self, self._locations, weights, report, keep_mapped)
 
@@ -111,18 +119,23 @@ class Pull(Route):
 
     def learn(self, sync: ExportedSync) -> bool:
         self.forget()
-        reasons = self.why_not_in_place(sync.loaded)
-        found = [reason for reason in dict.fromkeys(reasons) if reason is not None]
-        for reason in found:
+        reasons = self.gather_obstacles(sync.loaded)
+        distinct = [reason for reason in dict.fromkeys(reasons) if reason is not None]
+        for reason in distinct:
             num = f"{reasons.count(reason)} of {len(reasons)} engine ranks"
             warn_once(f"{num} cannot read the trainer's parameters in place: {reason}")
-        self.reason = ", ".join(found) or None
-        return not found and self.prepare(sync)
+        self.reason = ", ".join(distinct) or None
+        return not distinct and self.prepare(sync)
 
-    def why_not_in_place(self, loaded: Sequence[Loaded]) -> list[str | None]:
-        """By engine rank of all trainer ranks: why its replica cannot read in place; collective."""
+    def gather_obstacles(self, loaded: Sequence[Loaded]) -> list[str | None]:
+        """Gather the reasons why replicas cannot read in place. Collective.
+
+        Returns:
+            For each engine rank of all trainer ranks, the reason of its replica, or None if the
+            replica can read in place.
+        """
         readers, reasons = self._readers(), dict[int, str]()
-        assert len(readers) == len(loaded), "an outcome of each of this rank's engine ranks"
+        assert len(readers) == len(loaded), "one outcome for each engine rank of this rank"
         for reader, outcome in zip(readers, loaded, strict=True):
             if outcome.host != host_id():
                 reasons[reader.replica] = "an engine is on another node"
@@ -131,12 +144,12 @@ class Pull(Route):
         own = [reasons.get(reader.replica) for reader in readers]
         hosts, of_ranks = zip(*self._ranks.gather((host_id(), own)), strict=True)
         several = "the trainer's ranks are on several nodes" if len(set(hosts)) > 1 else None
-        found = [reason or several for reason in chain(*of_ranks)]
-        self._any_can_read = None in found
-        return found
+        obstacles = [reason or several for reason in chain(*of_ranks)]
+        self._any_can_read = None in obstacles
+        return obstacles
 
     def prepare(self, sync: ExportedSync) -> bool:
-        """Prepare the route after `forget`, for engine ranks that can all read in place."""
+        """Prepare the route for engine ranks that can all read in place. Call `forget` before."""
         weights = sync.weights
         nums = self._ranks.gather(len(sync.loaded))
         first = sum(nums[: own_rank()])
@@ -154,7 +167,7 @@ class Pull(Route):
             self.refuse(agreed)
             return Recovery.EXPORT
         has_moved = cause is None or isinstance(cause, SourcesChanged | BlockNotMapped)
-        # In disaggregated mode the sessions are others: see `RemoteEngines.abandon`.
+        # In disaggregated mode a repeated sync needs new sessions, see `RemoteEngines.abandon`.
         if self._is_colocated and self._ranks.all(has_moved):
             state = self.state
             self.forget()
@@ -164,7 +177,7 @@ class Pull(Route):
         return super().recover(cause, weights)
 
     def forget(self) -> None:
-        """The next sync is exported, and no block counts as mapped: engines may have let go."""
+        """Drop the preparation and the locations. The engines may have unmapped any block."""
         super().forget()
         self._locations = None
 
@@ -172,21 +185,25 @@ class Pull(Route):
         self._locations = None
 
     def _note_read(self, locations: ParameterLocations, keep_mapped: bool) -> None:
-        """Remember, after a good sync, which blocks the engines have read and keep mapped."""
+        """Record the blocks that the engines have read and keep mapped, after a good sync."""
         self._blocks_read = frozenset(locations.blocks)
         used = replace(locations, handles=tuple({} for _ in locations.handles))
         self._locations = used if keep_mapped else None
 
     def _confirm(self, locations: ParameterLocations, sources: Mapping[str, torch.Tensor]) -> None:
-        """Raise `SourcesChanged` unless the parameters are what and where they were located."""
-        assert self._plan is not None, "a route is proven with a plan"
+        """Raise `SourcesChanged` if the parameters were replaced or have moved."""
+        assert self._plan is not None, "a prepared route has a plan"
         if self._cutter.buckets != self._plan.buckets:
             raise SourcesChanged("the export is cut into other buckets")
         locations.snapshot.require_unchanged(sources)
 
     def _difference(self, sync: ExportedSync) -> Reason | None:
-        """How the full export and this rank's shards differ; collective. Another export is made if
-        that of the sync was not compared, or what was traced for that does not hold any more.
+        """Compare the full export with this rank's shards. Collective.
+
+        If the sync has no comparison, or the trace of its comparison is outdated, export once more.
+
+        Returns:
+            The difference or the failure of the comparison, or None if the bytes are equal.
         """
         comparison = sync.comparison
         new_export: Iterable[NamedTensor] = ()
@@ -207,17 +224,19 @@ class Pull(Route):
     def check_replicas(self, weights: Iterable[NamedTensor]) -> None:
         if self._plan is not None and self.is_prepared:
             traced = self._plan.traced
-            now, _ = self._ranks.step(
+            sources, _ = self._ranks.step(
                 partial(self._source_map.current, weights, traced), passing=(SourcesChanged,)
             )
-            if now is not None:
-                self._check_replicas(traced, now)
+            if sources is not None:
+                self._check_replicas(traced, sources)
 
-    def _check_replicas(self, traced: TracedExport, now: Mapping[str, torch.Tensor]) -> None:
-        """Raise `WeightSyncError` if the TP ranks of an engine would hold parts of different
-        models; collective.
+    def _check_replicas(self, traced: TracedExport, sources: Mapping[str, torch.Tensor]) -> None:
+        """Check that the TP ranks of each engine get parts of one model. Collective.
+
+        Raises:
+            WeightSyncError: an engine would get parts of different models.
         """
-        difference = differing_replicas(traced, now, self._ranks, self._device)
+        difference = differing_replicas(traced, sources, self._ranks, self._device)
         numbers = [self._first_reader + reader for reader in self._own_readers]
         near = [reader for reader in self._readers() if reader.reads_in_place]
         replicas: list[object] = [reader.replica for reader in near or self._readers()]
@@ -227,77 +246,93 @@ class Pull(Route):
         check_replicas(difference, readers, self._ranks)
 
     def _plan_reads(self) -> Reason | None:
-        """Find the buckets' bytes in the shards, unless the plan holds; why some are not there."""
+        """Plan the reads of all buckets, if the present plan is outdated.
+
+        Returns:
+            The reason of a failure, or None.
+        """
         traced, buckets, plan = self._source_map.traced, self._cutter.buckets, self._plan
         if plan is not None and plan.traced is traced and plan.buckets == buckets:
             return None
-        reads, reason = attempt(
-            lambda: [bucket_reads(bucket.layout, traced) for bucket in buckets], NotTraceable
-        )
+
+        def plan_buckets() -> list[list[ShardRead | SpreadRead]]:
+            return [bucket_reads(bucket.layout, traced) for bucket in buckets]
+
+        reads, reason = attempt(plan_buckets, NotTraceable)
         self._plan = None if reads is None else PullPlan(traced, buckets, reads)
         return reason
 
     def _locate(self, weights: Iterable[NamedTensor], *, shares: bool) -> Reason | None:
-        """Find all ranks' parameters where they are now; collective; returns why engines cannot
-        read.
+        """Locate the parameters of all ranks. Collective.
 
         Args:
-            shares: make the handles that engines need; only in the sync that uses them, as their
-                memory lives until then. False: only find out whether this can be done.
+            shares: create the handles that engines need. A handle keeps its memory until an engine
+                uses the handle, so only a sync creates handles. If False, only check that the
+                parameters can be located.
+
+        Returns:
+            The reason why engines cannot read the parameters, or None.
         """
         self._locations = None
-        made: list[BufferHandle] = []
-        found, reason = self._ranks.step(
-            partial(self._own_memory, weights, shares, made),
+        handles: list[BufferHandle] = []
+        own, reason = self._ranks.step(
+            partial(self._own_memory, weights, shares, handles),
             NotTraceable,
             passing=(SourcesChanged,),
         )
-        if found is not None and shares:
-            snapshot, own_table = found
+        if own is not None and shares:
+            snapshot, own_table = own
             tables = self._ranks.gather(own_table)
             plan, readers, first = self._plan, self._own_readers, self._first_reader
-            assert plan is not None, "this rank's memory was found by it"
+            assert plan is not None, "the plan has located this rank's memory"
             self._locations, reason = self._ranks.step(
                 partial(ParameterLocations.of, plan, snapshot, tables, readers, first)
             )
         if reason is not None:
-            drop_references(made)  # no engine is given them
+            drop_references(handles)  # no engine gets these handles
         return reason
 
     def _own_memory(
-        self, weights: Iterable[NamedTensor], shares: bool, made: list[BufferHandle]
+        self, weights: Iterable[NamedTensor], shares: bool, handles: list[BufferHandle]
     ) -> tuple[SourcesSnapshot, MemoryTable]:
-        """This rank's parameters: recognised later, and told to the others.
+        """Locate this rank's parameters.
 
         Args:
-            made: gets the handles that are made.
+            handles: the list to which new handles are added.
+
+        Returns:
+            A snapshot, to detect changes later, and the table for the other ranks.
         """
-        assert self._plan is not None, "nothing was traced"
-        now = self._source_map.current(weights, self._plan.traced)
-        if empties_storages(weights):  # the names of what was there before say nothing now
+        assert self._plan is not None, "a trace is needed first"
+        sources = self._source_map.current(weights, self._plan.traced)
+        if empties_storages(weights):
+            # The parameters return in other memory, so the names of earlier blocks are outdated.
             self._block_names = BlockNames()
-        share = partial(self._share_block, shares, made)
-        table = share_shards(self._plan.traced, now, self._device, own_rank(), share)
-        return SourcesSnapshot(now), table
+        share = partial(self._share_block, shares, handles)
+        table = share_shards(self._plan.traced, sources, self._device, own_rank(), share)
+        return SourcesSnapshot(sources), table
 
     def _share_block(
-        self, shares: bool, made: list[BufferHandle], block: Block, member: torch.UntypedStorage
+        self, shares: bool, handles: list[BufferHandle], block: Block, member: torch.UntypedStorage
     ) -> tuple[str, tuple[BufferHandle, ...]]:
-        """A block's name, and a handle for each engine rank, or none if none are wanted."""
+        """Return a block's name, and a handle for each engine rank if `shares`, else no handle."""
         name, num = self._block_names.name_of(block, member), self._num_readers if shares else 0
         try:
-            handles = tuple(share_block(block, member) for _ in range(num))
+            block_handles = tuple(share_block(block, member) for _ in range(num))
         except ValueError as error:  # memory of a kind that has no handles
             raise NotTraceable(str(error)) from error
-        made += handles
-        for handle in handles:
+        handles += block_handles
+        for handle in block_handles:
             self._record(handle)
-        return name, handles
+        return name, block_handles
 
 
 @dataclass(eq=False)
 class PulledBuckets(SyncSource, Delivery):
-    """Buckets that lie in the trainer ranks' parameters, which engines may keep mapped."""
+    """The buckets of one sync, read in the trainer ranks' parameters.
+
+    The engines may keep the memory of the parameters mapped after the sync.
+    """
 
     is_collective = False
     asks_for_arrangements = False
@@ -310,18 +345,20 @@ class PulledBuckets(SyncSource, Delivery):
     _has_announced: bool = False
 
     def start(self) -> None:
-        """Wait for what still writes the parameters: once all ranks have, any engine may read.
+        """Wait for the work on this rank that writes the parameters, and hold the parameters.
 
-        The parameters are held until the sync ends: one that is replaced meanwhile is not freed
-        while engines read it.
+        Engines may read after all ranks have taken this step. If a parameter is replaced during the
+        sync, its memory is not freed while engines read.
         """
         synchronize_device(self._route._device)  # an optimizer may work on a stream of its own
         with self._report.stage("confirm"):
             self._sources = require_sources(self._weights)()
 
     def delivery(self, engines: Sequence[EngineRank], poll: Poll) -> Delivery:
-        """Have the engines map the parameters of all ranks with the first bucket. Raises
-        `BlockNotMapped` if one has let go of a block of which no handle is left.
+        """Request the engines to map the parameters of all ranks with the first bucket.
+
+        Raises:
+            BlockNotMapped: an engine has unmapped a block of which no handle is left.
         """
         locations, self._has_announced = self._locations, True
         self._pairs = list(zip(engines, locations.pieces, strict=True))
@@ -342,9 +379,10 @@ class PulledBuckets(SyncSource, Delivery):
             self._route._confirm(self._locations, self._sources)
 
     def drain(self) -> None:
-        """Drop the handles that no engine was given: the sync failed before."""
+        """Drop the handles if the sync has failed before any engine got a handle."""
         if not self._has_announced:
-            drop_references(chain.from_iterable(each.values() for each in self._locations.handles))
+            for handles in self._locations.handles:
+                drop_references(handles.values())
 
     def end(self) -> None:
         self._report.num_pulled += len(self._route._cutter.buckets)
