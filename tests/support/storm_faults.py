@@ -15,7 +15,7 @@ from sglang_loader.common.broadcast.update_group import ANSWER_TIMEOUT_S
 from support.fault_proxy import Fault as ProxyFault
 from support.storm import Storm
 from support.storm_checks import REPLY_S, Violation
-from support.storm_trainer import BAD_EXPORTS, TIMEOUT_S
+from support.storm_trainer import BAD_EXPORTS, PLANTED, TIMEOUT_S
 from support.storm_wire import (
     REORDERS,
     SPOILERS,
@@ -91,6 +91,20 @@ def bad_export(storm: Storm) -> None:
     once = alone is None and storm.rng.random() < 0.5  # all ranks' exports are of one kind
     storm.begin(bad=bad, once=once, at=storm.rng.randrange(99), on=alone)
     storm.finish(must_fail=True)
+
+
+@fault("a fault planted in the way to read in place", 4)
+def planted_fault(storm: Storm) -> None:
+    """The trainer names other memory than its tensors have; the proof must refuse the way."""
+    alone = storm.rng.choice((None, storm.rng.randrange(storm.tp)))
+    planted = storm.rng.choice(PLANTED)
+    trainer = storm.begin(preset="in_place", planted=planted, on=alone)
+    if any(errors := storm.finish()):
+        raise Violation("not recovered", f"the export was to bring the weights: {errors}")
+    pulled = trainer.run(lambda rank: rank.kept["num_pulled"])
+    if any(pulled):
+        raise Violation("bad sync accepted", f"buckets that were read in place, by rank: {pulled}")
+    storm.row.detected += 1
 
 
 @fault("two trainers at once", 4)

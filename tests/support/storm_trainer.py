@@ -6,6 +6,7 @@ ranks.begin(storm_trainer.sync, models, urls, {"preset": "flattened", "label": 7
 import asyncio
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,13 @@ TIMEOUT_S = 3.0
 
 PRESETS = ("flattened", "packed", "in_place", "broadcast", "broadcast_compiled")
 BAD_EXPORTS = ("raises", "doubled", "missing", "extra", "empty", "meta")
+PLANTED = (
+    "two tensors swapped",
+    "a wrong offset",
+    "blocks swapped",
+    "tensors swapped before they are found",
+)
+"""Those of `unit.planted_faults` that are in a trainer's own process, and need one rank alone."""
 BUCKET_BYTES = 32 << 10
 NUM_VERSIONS = 3
 
@@ -41,12 +49,18 @@ def sync(
         rank: this one.
         models: checkpoints of the versions.
         urls: of the engine, "direct" and by its "proxy".
-        command: arguments of `_values`, `preset`, `label` (the version) and `via` (which URL).
+        command: arguments of `_values`, `preset`, `label` (the version) and `via` (which URL), or
+            `planted` and `on` instead of those of `_values`, see `_planted`.
     """
     if "versions" not in rank.kept:
         rank.kept["versions"] = [weights_of(model, CPU) for model in models]
         rank.kept["export"] = KeptExport(rank.kept["versions"][0])
     preset, label, via = (command.pop(key, "direct") for key in ("preset", "label", "via"))
+    if "planted" in command:
+        named = rank.kept["versions"][slot_of(label)]
+        rank.use_client(urls[via], timeout_s=TIMEOUT_S)
+        _planted(rank, _values(rank, "in_place", named), str(label), **command)
+        return
     values = _values(rank, preset, rank.kept["versions"][slot_of(label)], **command)
     if preset.startswith("broadcast"):
         mode = "compiled" if preset.endswith("compiled") else "flattened"
@@ -62,6 +76,26 @@ def sync(
         mode = "compiled" if "routes" in settings else preset
         rank.kept[preset, via] = rank.manager(mode, **settings)
     asyncio.run(_cycle(rank, rank.kept[preset, via], values, str(label)))
+
+
+def _planted(rank: TrainerRank, values: Any, label: str, planted: str, on: int | None) -> None:
+    """Sync twice by a manager that has proven nothing, while a fault is planted in its way to read
+    in place. `num_pulled` is kept: the buckets that the second sync had read in place.
+
+    Args:
+        rank: this one.
+        values: what is exported.
+        label: the version.
+        planted: the fault, one of `PLANTED`.
+        on: the only rank that has it; None: all have.
+    """
+    from unit.planted_faults import FAULTS
+
+    manager = rank.manager("compiled", bucket_bytes=BUCKET_BYTES, timeout_s=TIMEOUT_S)
+    with FAULTS["pull"][planted]() if on in (None, rank.rank) else nullcontext():
+        for _ in range(2):
+            asyncio.run(_cycle(rank, manager, values, label))
+            rank.kept["num_pulled"] = manager.report.num_pulled
 
 
 async def _cycle(rank: TrainerRank, manager: Any, values: Any, label: str) -> None:
