@@ -158,7 +158,8 @@ def _spoilt(named: NamedTensors, kind: str, at: int) -> Iterator[Any]:
         "doubled": doubled(copies, name),
         "meta": [(n, t.to("meta") if n == name else t) for n, t in copies],
         "missing": copies[:at] + copies[at + 1 :],
-        "extra": [*copies[: at + 1], (f"{name}_of_another", tensor), *copies[at + 1 :]],
+        # A copy of an embedding would be taken for a tied output layer, and be accepted.
+        "extra": [*copies[: at + 1], (f"{name}_of_another", tensor + 1), *copies[at + 1 :]],
         "empty": [],
     }
     return iter(others[kind])
