@@ -30,6 +30,8 @@ def run_of(preset, *overrides):
         overrides=(
             f"trainer.total_training_steps={NUM_STEPS}",
             "data.max_response_length=32",
+            # Of the whole machine's free memory, of which others may take some meanwhile.
+            "actor_rollout_ref.rollout.gpu_memory_utilization=0.8",
             "trainer.save_freq=1",
             "trainer.default_local_dir={folder}/checkpoints",
             "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]",
