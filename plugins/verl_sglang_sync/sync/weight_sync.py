@@ -32,6 +32,7 @@ from sglang_loader.common.ranks import Interrupted, Reason, drop_frames
 from sglang_loader.common.session.messages import Loaded, Proof
 from verl_sglang_sync.engine.engine_ranks import EngineRank, OpeningRequest
 from verl_sglang_sync.engine.update_groups import Replica
+from verl_sglang_sync.ranks import RankLost
 from verl_sglang_sync.report import SyncReport, warn_once
 from verl_sglang_sync.routes.export import ExportedBuckets
 from verl_sglang_sync.routes.route import (
@@ -332,8 +333,12 @@ class WeightSync:
                                 ranks.check()
                     sessions.send(source, delivery)
                     source.confirm()
-                finally:
+                except RankLost:
+                    raise  # the rest of the export would wait for that rank
+                except BaseException:
                     source.drain()  # the other ranks need this one's part of the export
+                    raise
+                source.drain()
                 learns = attempt.learns and proof == "none" and is_exported
                 sessions.finish(source, partial(self._prepare_to_learn, task, learns))
                 loaded = sessions.wait_until_loaded()
