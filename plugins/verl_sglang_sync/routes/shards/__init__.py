@@ -1,1 +1,1 @@
-"""Common to routes "exchange" and "send": trainer ranks send the parts of shards that are read."""
+"""Common code of routes "exchange" and "send": trainer ranks send parts of their shards."""

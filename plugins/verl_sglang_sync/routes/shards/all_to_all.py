@@ -1,11 +1,13 @@
-"""Packs the parts of a trainer rank's shards that it sends, and sends them piece by piece.
+"""The all-to-alls that send the parts of a trainer rank's shards, piece by piece.
 
-moves = AllToAll(pieces, device)           # by bucket, see `exchange_plan.pieces_of`
-moves.begin(shards)                        # at the beginning of a sync
-for number in moves.numbers_of(bucket):
-    moves.pack(number)                     # into the scratch of the piece two before
-    work = moves.launch(number, received, sizes, group)
-moves.end()
+A plan makes one `AllToAll`, which runs in every sync:
+
+    moves = AllToAll(pieces, device)           # by bucket, see `exchange_plan.pieces_of`
+    moves.begin(shards)                        # at the beginning of a sync
+    for number in moves.numbers_of(index):     # for each bucket
+        moves.pack(number)                     # into one of two scratch buffers
+        work = moves.launch(number, received, sizes, group)
+    moves.end()
 """
 
 from __future__ import annotations
@@ -21,12 +23,13 @@ from sglang_loader.common.copies.fused import FusedCopies
 from verl_sglang_sync.routes.shards.exchange_plan import PieceSends
 
 NUM_TRAVELLING = 2
-"""Number of pieces, or of broadcast buckets, that are sent at a time, each with its own memory."""
+"""The number of pieces, or of broadcast buckets, in transfer at a time, each in its own memory."""
 
 
 class AllToAll:
-    """The all-to-alls of one rank, the same in all syncs. It must launch every piece, even after a
-    failure: the other ranks would wait for ever.
+    """The all-to-alls of one rank, equal in all syncs.
+
+    The rank must launch every piece, even after a failure. Otherwise the other ranks hang.
     """
 
     def __init__(self, buckets: Sequence[Sequence[PieceSends]], device: torch.device) -> None:
@@ -44,28 +47,35 @@ class AllToAll:
 
     @property
     def nbytes(self) -> int:
-        """Size of the scratch at present."""
+        """The present size of the scratch."""
         return sum(scratch.numel() for scratch in self._scratch)
 
     def begin(self, shards: Sequence[torch.Tensor]) -> None:
-        """Set this rank's shards, and allocate the scratch, so that no collective fails for it."""
+        """Set this rank's shards, and allocate the scratch.
+
+        No collective can then fail for a lack of scratch.
+        """
         while len(self._scratch) < NUM_TRAVELLING:
             self._scratch.append(torch.empty(self._largest, dtype=torch.uint8, device=self._device))
         with torch.no_grad():
-            self._memories = [each.contiguous().view(-1).view(torch.uint8) for each in shards]
+            self._memories = [shard.contiguous().view(-1).view(torch.uint8) for shard in shards]
 
     def end(self) -> None:
-        """Free the scratch and drop the shards; all launched work must be done."""
+        """Free the scratch and drop the shards. All launched work must be done."""
         self._memories.clear()
         self._scratch.clear()
 
     def numbers_of(self, index: int) -> list[int]:
-        """Numbers of the pieces in which a bucket is sent."""
+        """Return the numbers of a bucket's pieces."""
         return self._numbers[index]
 
     def pack(self, number: int) -> tuple[torch.Tensor, Sequence[int]]:
-        """Pack a piece into scratch, which it shares with the piece `NUM_TRAVELLING` before.
-        Returns the packed bytes, and their number by destination.
+        """Pack a piece into scratch.
+
+        The piece `NUM_TRAVELLING` before used the same scratch. Its all-to-all must be done.
+
+        Returns:
+            The packed bytes, and the number of bytes for each destination.
         """
         sent = self._scratch_of(number)
         with torch.no_grad():
@@ -76,12 +86,12 @@ class AllToAll:
     def launch(
         self, number: int, received: torch.Tensor, recv_nbytes: Sequence[int], group: Any = None
     ) -> Any:
-        """Start the all-to-all of a packed piece, in a group of all ranks; returns torch's work.
+        """Start the all-to-all of a packed piece, and return torch's work.
 
         Args:
-            received: flat uint8; gets the bytes of all sources, one after the other.
-            recv_nbytes: bytes of each source; they add up to `received`.
-            group: None: torch's default group.
+            received: flat uint8 buffer for the bytes of all sources, one source after the other.
+            recv_nbytes: bytes of each source. The sum is the size of `received`.
+            group: a group of all ranks, or None for torch's default group.
         """
         sent, sizes = self._scratch_of(number), self._sizes[number]
         return all_to_all(sent, sizes, received, recv_nbytes, group)

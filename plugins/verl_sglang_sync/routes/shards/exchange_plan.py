@@ -1,18 +1,21 @@
-"""Plans which bytes each trainer rank sends to each reader. Pure.
+"""A plan of the bytes that each trainer rank sends to each reader. Pure.
 
-Readers are engine ranks, or trainer ranks that receive for the engine rank on their own device.
-`plan_sends` lists the parts that one trainer rank sends, `plan_reader` those that one reader gets;
-both list the same parts in the same order, so that only bytes have to be sent. The reader unpacks
-nothing: its load plan reads the bucket's pieces from the receive buffer (`received`).
+A reader is an engine rank, or a trainer rank that receives for the engine rank on its own device.
+`plan_sends` lists the parts that one trainer rank sends. `plan_reader` lists the parts that one
+reader receives. Both list the same parts in the same order, so no offsets have to be sent.
 
-A bucket is sent in pieces (`pieces_of`), each with an equal part of the bytes of each pair of
-ranks: all ranks send at the same time, and the scratch only has to hold pieces.
+The reader unpacks nothing. Its load plan reads from the receive buffer. `received` locates the
+bucket there.
+
+`pieces_of` cuts a bucket into pieces. Each piece has an equal part of the bytes of each pair of
+ranks, so all ranks send at the same time. The scratch only has to hold pieces.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import TypeAlias
 
 from sglang_loader.common.regions.arrangement import Arrangement, Read
@@ -23,19 +26,23 @@ from sglang_loader.common.session.messages import BucketPiece
 from verl_sglang_sync.sources.shard_reads import Origin, Owners, shard_reads
 
 ALIGNMENT_BYTES = 8
-"""A part has the same offset in the scratch and in the arranged buffer modulo this: one word."""
+"""The size of a word.
+
+A part has the same offset in scratch and in the arranged buffer modulo the size of a word.
+"""
 
 CUT_BYTES = 4096
-"""Parts are cut at multiples of this, so that words stay whole."""
+"""The unit in which parts are cut, so that words stay whole."""
 
 
 @dataclass(frozen=True, slots=True)
 class PieceSends:
-    """One rank's part of one piece of a bucket.
+    """The bytes that one rank sends in one piece of a bucket.
 
     Attributes:
-        reads: parts of this rank's shards: `Read.tensor` is the parameter, `Read.offset` an offset
-            in the shard, `Read.start` one in the scratch; ordered by destination.
+        reads: the parts of this rank's shards, ordered by destination. `Read.tensor` is the
+            parameter, `Read.offset` the offset in the shard, `Read.start` the offset in the
+            scratch.
         nbytes: bytes of the scratch, by destination.
     """
 
@@ -44,8 +51,10 @@ class PieceSends:
 
 
 Sends: TypeAlias = tuple[tuple[Read, ...], ...]
-"""One rank's parts of one bucket, by destination, including itself: reads as in `PieceSends`, but
-`Read.start` is an offset in the destination's arranged buffer.
+"""The parts of one bucket that one rank sends, by destination. The rank itself is a destination.
+
+`Read.tensor` and `Read.offset` are as in `PieceSends`. `Read.start` is the offset in the
+destination's arranged buffer.
 """
 
 
@@ -55,11 +64,12 @@ def plan_sends(
     origins: Sequence[Origin],
     owners: Sequence[Owners],
 ) -> Sends:
-    """The parts of one bucket that `rank` sends.
+    """List the parts of one bucket that a trainer rank sends.
 
     Args:
-        arrangements: the bucket's, by rank; ranks that read the same may share one object, which is
-            faster.
+        rank: the number of the trainer rank.
+        arrangements: the arrangement of the bucket on each reader. Planning is faster if readers
+            with equal arrangements share one object.
         origins: by position of a tensor in the bucket's layout.
         owners: by parameter.
     """
@@ -69,7 +79,9 @@ def plan_sends(
         by_arrangement.setdefault(id(arrangement), []).append(reader)
     for readers in by_arrangement.values():
         for part in shard_reads(arrangements[readers[0]], origins, owners, only=rank):
-            for reader in readers if rank in part.holders else ():
+            if rank not in part.holders:
+                continue
+            for reader in readers:
                 if part.owner(reader) == rank:
                     sends[reader].append(part.read)
     return tuple(map(tuple, sends))
@@ -82,26 +94,28 @@ def plan_reader(
     origins: Sequence[Origin],
     owners: Sequence[Owners],
 ) -> list[tuple[Read, ...]]:
-    """The parts of one bucket that one reader gets, by the rank that sends them.
+    """List the parts of one bucket that one reader receives, by the rank that sends the parts.
 
     Raises:
-        ValueError: they do not fill its arrangement exactly once.
+        ValueError: the parts do not fill the reader's arrangement exactly once.
     """
-    found: list[list[Read]] = [[] for _ in range(num_ranks)]
+    by_sender: list[list[Read]] = [[] for _ in range(num_ranks)]
     for part in shard_reads(arrangement, origins, owners):
-        found[part.owner(reader)].append(part.read)
-    _check_filled_once(arrangement, [read for reads in found for read in reads])
-    return [tuple(reads) for reads in found]
+        by_sender[part.owner(reader)].append(part.read)
+    _check_filled_once(arrangement, [read for reads in by_sender for read in reads])
+    return [tuple(reads) for reads in by_sender]
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """Where a reader's bucket is in its receive buffer.
+    """The locations of a bucket's bytes in the receive buffer of one reader.
 
     Attributes:
-        sizes: by piece and source, the bytes received; they lie one after the other.
-        pieces: of the bucket, by ascending `start`; `BucketPiece.offset` counts in the buffer.
-        payloads: by source, the bytes received without padding.
+        sizes: by piece and source, the number of received bytes, which are consecutive in the
+            buffer.
+        pieces: the pieces of the bucket, by ascending `start`. `BucketPiece.offset` is the offset
+            in the buffer.
+        payloads: by source, the number of received bytes without padding.
     """
 
     sizes: list[list[int]]
@@ -110,42 +124,42 @@ class Received:
 
     @property
     def nbytes(self) -> int:
-        """Size of the receive buffer."""
+        """The size of the receive buffer."""
         return sum(map(sum, self.sizes))
 
 
 def received(
     receives: Sequence[Sequence[Read]], num_pieces: int, *, joins: bool = True
 ) -> Received:
-    """Where one reader's bucket is in its receive buffer.
+    """Locate one reader's bucket in its receive buffer.
 
     Args:
-        receives: see `plan_reader`; sources cut their parts into pieces in the same way.
-        joins: join pieces into as few as possible; False: each has consecutive bytes of one piece.
+        receives: the result of `plan_reader`. The sources cut the same parts in the same way.
+        num_pieces: number of pieces in which the bucket is sent.
+        joins: join the pieces of the result where possible. If False, no piece of the result has
+            gaps.
     """
     cut = [_cut(reads, num_pieces) for reads in receives]
     sizes: list[list[int]] = []
-    found: list[BucketPiece] = []
+    pieces: list[BucketPiece] = []
     base = 0
     for number in range(num_pieces):
         placed, of_ranks = _laid_out([parts[number] for parts in cut])
         sizes.append(of_ranks)
         for pairs in placed:
-            moved = [StridedCopy(0, base + at, r.start, (), r.nbytes) for r, at in pairs]
-            found += [BucketPiece(0, c.src, c.dst, c.run) for c in join_adjacent(moved)]
+            copies = [StridedCopy(0, base + at, r.start, (), r.nbytes) for r, at in pairs]
+            pieces += [BucketPiece(0, c.src, c.dst, c.run) for c in join_adjacent(copies)]
         base += sum(of_ranks)
-    found.sort(key=lambda piece: piece.start)
+    pieces.sort(key=attrgetter("start"))
     if joins:
-        found = _joined(_joined(found))
-    return Received(sizes, found, list(map(total_nbytes, receives)))
+        # In a row-parallel weight each row has columns of several ranks, and the rows of one rank
+        # are consecutive. The first call joins the columns of each row, the second joins the rows.
+        pieces = _joined(_joined(pieces))
+    return Received(sizes, pieces, list(map(total_nbytes, receives)))
 
 
 def _joined(pieces: Sequence[BucketPiece]) -> list[BucketPiece]:
-    """Join evenly spaced pieces that are consecutive in the bucket.
-
-    In a row-parallel weight each row has columns of several ranks, and the rows of one rank lie one
-    after the other: a first call joins the columns of each row, a second one the rows.
-    """
+    """Join pieces that are consecutive in the bucket and evenly spaced in the buffer."""
     joined, at = [], 0
     while at < len(pieces):
         first, count = pieces[at], 1
@@ -165,7 +179,7 @@ def _joined(pieces: Sequence[BucketPiece]) -> list[BucketPiece]:
 
 
 def pieces_of(sends: Sends, num_pieces: int) -> list[PieceSends]:
-    """Cut a bucket into pieces: the bytes of each pair of ranks are divided about equally."""
+    """Cut a rank's parts of a bucket into pieces, each about equally large for each destination."""
     cut = [_cut(reads, num_pieces) for reads in sends]
     pieces = []
     for number in range(num_pieces):
@@ -176,7 +190,8 @@ def pieces_of(sends: Sends, num_pieces: int) -> list[PieceSends]:
 
 
 def _cut(reads: Sequence[Read], num_pieces: int) -> list[list[Read]]:
-    """Divide reads into about equal parts; depends only on sizes, so both ends do the same."""
+    """Divide reads into about equal pieces."""
+    # The result depends on sizes alone, so the sender and the reader compute the same pieces.
     total, stop = total_nbytes(reads), 0
     pieces: list[list[Read]] = [[] for _ in range(num_pieces)]
     piece = 0
@@ -194,7 +209,7 @@ def _cut(reads: Sequence[Read], num_pieces: int) -> list[list[Read]]:
 
 
 def _cut_one(read: Read, nbytes: int) -> tuple[Read, Read | None]:
-    """The first `nbytes` of a read, or slightly more, and the rest, or None."""
+    """Cut a read after `nbytes` or slightly more. Return the head, and the rest or None."""
     if not read.dims:
         size = -(-nbytes // CUT_BYTES) * CUT_BYTES
         if size >= read.run:
@@ -217,8 +232,12 @@ def _cut_one(read: Read, nbytes: int) -> tuple[Read, Read | None]:
 
 
 def _laid_out(by_rank: Sequence[Sequence[Read]]) -> tuple[list[list[tuple[Read, int]]], list[int]]:
-    """By the other rank, its parts with their offsets in the buffer, and its bytes; both ends
-    compute the same.
+    """Place parts in a buffer, one rank after the other.
+
+    The sender and the reader compute the same placement.
+
+    Returns:
+        By rank, the parts with their offsets in the buffer, and the bytes of all parts.
     """
     placed: list[list[tuple[Read, int]]] = []
     sizes: list[int] = []
@@ -234,16 +253,18 @@ def _laid_out(by_rank: Sequence[Sequence[Read]]) -> tuple[list[list[tuple[Read, 
 
 
 def total_nbytes(reads: Iterable[Read]) -> int:
-    """Total bytes of some reads."""
+    """Return the total bytes of reads."""
     return sum(read.nbytes for read in reads)
 
 
 def _check_filled_once(arrangement: Arrangement, filling: Sequence[Read]) -> None:
-    """Raise ValueError unless every byte of the arrangement is filled exactly once."""
+    """Raise ValueError if a byte of the arrangement is not filled exactly once."""
     wanted = merge((read.start, read.start + read.nbytes) for read in arrangement)
     filled = merge((read.start, read.start + read.nbytes) for read in filling)
     if wanted != filled:
         missing, surplus = subtract(wanted, filled)[:3], subtract(filled, wanted)[:3]
-        raise ValueError(f"the shards do not fill what is read: {missing} missing, {surplus} more")
+        raise ValueError(
+            f"the shards do not match what the reader reads: {missing} missing, {surplus} too many"
+        )
     if num_bytes(filled) != total_nbytes(filling):
         raise ValueError("some bytes of the arranged buffer are filled twice")

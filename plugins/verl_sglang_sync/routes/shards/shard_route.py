@@ -1,11 +1,11 @@
-"""Base of the routes "exchange" and "send": a plan of what each rank sends, made once.
+"""Base of the routes "exchange" and "send": a plan of the bytes that each rank sends.
 
-The export is traced, so that every rank knows which shard holds each byte that an engine rank
-reads; each bucket then takes an all-to-all, or several, instead of the full export. The proof of
-the route (`session.proof` of the engine) shows that engines get the same bytes so.
+The plan is made once. A trace of the export locates each byte that an engine rank reads in a shard.
+A bucket then takes one or more all-to-alls instead of the full export. The proof of the route
+(`session.proof` of the engine) checks that the engines get the same bytes.
 
-Who reads, and in which group, differs: each rank's own engine ("exchange"), or engine ranks that
-are ranks of the group themselves ("send").
+The routes differ in the readers. In "exchange" each trainer rank reads for its own engine rank. In
+"send" the engine ranks are ranks of the process group themselves.
 """
 
 from __future__ import annotations
@@ -42,19 +42,20 @@ from verl_sglang_sync.sources.shard_reads import Origin, whole_bucket
 from verl_sglang_sync.sources.snapshot import SourcesChanged, locals_of
 
 NOTHING: Arrangement = ()
+"""The arrangement of a rank that reads no bytes."""
 
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """What this rank sends, and its engine ranks receive, and what that was planned for.
+    """The bytes that this rank sends and its engine ranks receive, and the inputs of the plan.
 
     Attributes:
-        reads: by bucket, what each rank of the group reads.
-        first_reader: rank of the first engine rank in the group; those before it read nothing.
-        arrangements: of this rank's engine ranks.
-        received: by bucket, where each of these finds it in what it receives.
-        sends: by bucket, what this rank sends.
-        all_to_all: executes it.
+        reads: by bucket, the arrangement that each rank of the group reads.
+        first_reader: rank of the first engine rank in the group. Earlier ranks read nothing.
+        arrangements: the arrangements of this rank's engine ranks.
+        received: by bucket and engine rank of this rank, the locations in the receive buffer.
+        sends: by bucket, the parts that this rank sends.
+        all_to_all: executes the sends of this rank.
     """
 
     traced: TracedExport
@@ -68,38 +69,46 @@ class ShardPlan:
 
     @cached_property
     def pieces_in(self) -> Callable[[int, int, int], bytes]:
-        """The encoded pieces of a bucket, given its number, the position of this rank's engine rank
-        that receives it, and the slot of its buffer.
+        """A cached function that encodes the pieces of a bucket.
+
+        Its arguments are the number of the bucket, the position of the receiver among this rank's
+        engine ranks, and the slot of the receive buffer.
         """
 
         def pieces_in(index: int, reader: int, slot: int) -> bytes:
             pieces = self.received[index][reader].pieces
-            return encode_pieces([msgspec.structs.replace(each, slot=slot) for each in pieces])
+            return encode_pieces([msgspec.structs.replace(piece, slot=slot) for piece in pieces])
 
         return cache(pieces_in)
 
     @cached_property
     def pair_bytes(self) -> list[list[int]]:
-        """Bytes that each trainer rank sends each engine rank of this rank, in this order."""
+        """Numbers of bytes in a sync, by trainer rank that sends and engine rank of this rank."""
+        by_reader = list(zip(*self.received, strict=True))
         return [
-            [sum(each.payloads[rank] for each in of) for of in zip(*self.received, strict=True)]
+            [sum(bucket.payloads[rank] for bucket in buckets) for buckets in by_reader]
             for rank in range(self.first_reader)
         ]
 
 
 class ShardBuckets(SyncSource):
-    """The buckets of one sync by a plan whose all-to-all has begun, for engines that hold the
-    arrangements of the plan.
+    """The buckets of one sync by a plan, for engines that hold the arrangements of the plan.
+
+    The all-to-all of the plan has begun.
     """
 
     def __init__(self, plan: ShardPlan, report: SyncReport) -> None:
-        self.required_arrangements = [each.digest for each in plan.arrangements]
+        self.required_arrangements = [reader.digest for reader in plan.arrangements]
         self.plan = plan
         self.report = report
 
 
 class ShardRoute(Route):
-    """Base of the routes by a `ShardPlan`; a rank sends, or receives, `piece_nbytes` at a time."""
+    """Base of the routes by a `ShardPlan`.
+
+    Args:
+        piece_nbytes: the most bytes that a rank sends at a time.
+    """
 
     def __init__(self, context: RouteContext, piece_nbytes: int) -> None:
         super().__init__(context, is_wanted="exchange" in context.settings.routes)
@@ -107,11 +116,11 @@ class ShardRoute(Route):
         self._plan: ShardPlan | None = None
 
     def _source_of(self, plan: ShardPlan, report: SyncReport) -> ShardBuckets:
-        """The buckets of a sync, once the plan's all-to-all has begun."""
+        """Create the source of a sync whose all-to-all has begun."""
         raise NotImplementedError
 
     def _reserve(self, plan: ShardPlan) -> None:
-        """Take the memory that buckets need now: a rank that fails later keeps others waiting."""
+        """Allocate the memory for buckets. A rank that fails later would keep others waiting."""
 
     def _source(self, weights: Iterable[NamedTensor], report: SyncReport) -> SyncSource | None:
         with report.stage("confirm"):  # while the engines join
@@ -122,17 +131,17 @@ class ShardRoute(Route):
 
     def learn(self, sync: ExportedSync) -> bool:
         own = [reader.matching(self._cutter.buckets) for reader in self._readers()]
-        # Wait for every engine's load plan, with which the engine offers its arrangements, if any.
+        # Wait for every engine's load plan, because an engine reports its arrangements with it.
         is_final = all(
-            each.digest or outcome.may_read_in_place or not outcome.num_eager
-            for each, outcome in zip(own, sync.loaded, strict=True)
+            reader.digest or outcome.may_read_in_place or not outcome.num_eager
+            for reader, outcome in zip(own, sync.loaded, strict=True)
         )
         if self._plan is None and not self._ranks.all(is_final):
             return False
         is_planned = self._plan is not None and self._plan.arrangements == own
-        everywhere = self._ranks.all(is_planned)
-        self._conclude(None if everywhere else self._make_plan(sync.weights, own))
-        return False  # exported buckets need staging
+        all_planned = self._ranks.all(is_planned)
+        self._conclude(None if all_planned else self._make_plan(sync.weights, own))
+        return False  # exported buckets need staging buffers
 
     def forget(self) -> None:
         super().forget()
@@ -146,7 +155,11 @@ class ShardRoute(Route):
     def _make_plan(
         self, weights: Iterable[NamedTensor], own: Sequence[RankArrangements]
     ) -> Reason | None:
-        """Plan which shards' bytes engine ranks are sent; collective; returns why that failed."""
+        """Plan the bytes of shards that each engine rank gets. Collective.
+
+        Returns:
+            The reason of a failure, or None.
+        """
         self.forget()
         if (reason := self._source_map.trace(weights)) is not None:
             return reason
@@ -159,8 +172,8 @@ class ShardRoute(Route):
         def draft() -> list[Sends]:
             for index, bucket in enumerate(buckets):
                 whole = whole_bucket(bucket.layout)  # for engine ranks without arrangements
-                of_readers = [each.expected(index, whole) for each in gathered]
-                reads.append([NOTHING] * first + of_readers)
+                arrangements = [reader.expected(index, whole) for reader in gathered]
+                reads.append([NOTHING] * first + arrangements)
                 origins.append(traced.origins_of(bucket.layout))
             pairs = zip(reads, origins, strict=True)
             return [plan_sends(own_rank(), *pair, traced.owners) for pair in pairs]
@@ -173,14 +186,17 @@ class ShardRoute(Route):
             nums = [max(1, -(-nbytes // self._piece_nbytes)) for nbytes in largest]
 
             def make() -> ShardPlan:
-                readers, owners = range(first + start, first + start + len(own)), traced.owners
-                found = [
-                    [received(plan_reader(r, len(of), of[r], places, owners), num) for r in readers]
-                    for of, places, num in zip(reads, origins, nums, strict=True)
-                ]
-                pieces = [pieces_of(each, num) for each, num in zip(sends, nums, strict=True)]
+                readers = range(first + start, first + start + len(own))
+                locations: list[list[Received]] = []
+                for by_rank, places, num in zip(reads, origins, nums, strict=True):
+                    parts = [
+                        plan_reader(reader, len(by_rank), by_rank[reader], places, traced.owners)
+                        for reader in readers
+                    ]
+                    locations.append([received(receives, num) for receives in parts])
+                pieces = [pieces_of(bucket, num) for bucket, num in zip(sends, nums, strict=True)]
                 moves = AllToAll(pieces, self._device)
-                return ShardPlan(traced, buckets, reads, first, own, found, sends, moves)
+                return ShardPlan(traced, buckets, reads, first, own, locations, sends, moves)
 
             self._plan, reason = attempt(make)
             self._prepared_for = self._readers()
@@ -192,37 +208,48 @@ class ShardRoute(Route):
     def _gather_arrangements(
         self, own: Sequence[RankArrangements]
     ) -> tuple[list[RankArrangements], int]:
-        """The arrangements of all engine ranks, in the order of the trainer ranks, and where this
-        rank's begin; collective. Of those with one digest, which are equal, only the first is sent.
+        """Gather the arrangements of all engine ranks, in the order of the trainer ranks.
+
+        This method is collective.
+
+        Returns:
+            The arrangements, and the position of this rank's first engine rank.
         """
-        by_rank = self._ranks.gather([each.digest for each in own])
+        # Arrangements with the same digest are equal. Only the first of them is sent.
+        by_rank = self._ranks.gather([reader.digest for reader in own])
         digests = [digest for of_rank in by_rank for digest in of_rank]
         start = sum(len(of_rank) for of_rank in by_rank[: own_rank()])
-        is_first = [digests.index(each.digest) == start + i for i, each in enumerate(own)]
-        sent = [each if first else None for each, first in zip(own, is_first, strict=True)]
+        sent = [
+            reader if digests.index(reader.digest) == position else None
+            for position, reader in enumerate(own, start)
+        ]
         by_digest = {
-            each.digest: each
+            reader.digest: reader
             for of_rank in self._ranks.gather(sent)
-            for each in of_rank
-            if each is not None
+            for reader in of_rank
+            if reader is not None
         }
         return [by_digest[digest] for digest in digests], start
 
     def _begin(self, weights: Iterable[NamedTensor]) -> bool:
-        """Take the shards as they are now; collective; False if all must be planned anew."""
+        """Begin the all-to-all of the plan with the present shards. Collective.
+
+        Returns:
+            False if the sync must be exported.
+        """
         plan = self._plan
-        assert plan is not None, "see learn"
+        assert plan is not None, "a prepared route has a plan"
 
         def begin() -> None:
             if self._cutter.buckets != plan.buckets:
                 raise SourcesChanged("the export is cut into other buckets")
             if self._have_changed():
-                raise SourcesChanged("other engines take part")
-            now = self._source_map.current(weights, plan.traced)
+                raise SourcesChanged("the set of engines has changed")
+            sources = self._source_map.current(weights, plan.traced)
             rank, nothing = own_rank(), torch.empty(0, device=self._device)
             shards = [
-                now[each.source] if each.owners.is_held_by(rank) else nothing
-                for each in plan.traced.parameters
+                sources[parameter.source] if parameter.owners.is_held_by(rank) else nothing
+                for parameter in plan.traced.parameters
             ]
             plan.all_to_all.begin(locals_of(shards))
             self._reserve(plan)
