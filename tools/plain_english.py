@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[1]
 CLEAN = [
     "plugins/hydra_plugins",
     "plugins/sglang_loader",
+    "plugins/verl_sglang_sync/routes",
     "plugins/verl_sglang_sync/sync",
 ]
 """The folders and files that `make lint` checks."""
