@@ -55,6 +55,7 @@ BOTH_KINDS = (
     "actor_rollout_ref.rollout.n_gpus_per_node=1",
     "ray_kwargs.ray_init.num_gpus=2",
 )
+BACKEND = "actor_rollout_ref.rollout.checkpoint_engine"
 COLOCATE_ASYNC = run_of("compiled", "trainer.v1.trainer_mode=colocate_async")
 HYBRID = run_of(
     "disaggregated",
@@ -66,6 +67,14 @@ SWITCHING = run_of(
     *BOTH_KINDS,
     f"{V1}.hybrid_rollout.enable_switch=True",
     f"{V1}.hybrid_rollout.switch_threshold_ratio=1.0",
+)
+DELTAS = run_of(
+    "compiled",
+    *BOTH_KINDS,
+    "trainer.test_freq=1",
+    f"{BACKEND}.backend=delta_sharded",
+    f"+{BACKEND}.engine_kwargs.delta_sharded.folder={{folder}}",
+    f"{BACKEND}.custom_backend_module=support.delta_backend",
 )
 
 
@@ -175,3 +184,13 @@ def check_replayed(reports):
     """Check that engines loaded by their load plans; `load_weights` loads the first sync."""
     for report in reports:
         assert report["num_replayed"] == report["num_buckets"] == 1, report
+
+
+@trained_with(DELTAS, "delta_sharded")
+def test_a_preset_serves_the_replicas_that_verls_deltas_do_not_reach(trained):
+    versions = check_arrival(trained)
+    assert versions[COLOCATED] >= set(range(1, NUM_STEPS + 1))
+    assert versions[STANDALONE] >= set(range(NUM_STEPS))
+    assert {report["replica"] for report in reports_of(trained)} == {0}, "no standalone replica"
+    log = (trained / "run.log").read_text()
+    assert "verl's own backend updates the standalone replicas" in log
