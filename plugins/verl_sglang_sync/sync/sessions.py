@@ -8,7 +8,7 @@ sessions.send(source, delivery)              # each rank at its own pace
 sessions.finish(source, meanwhile)           # its engine ranks have read all
 loaded = sessions.wait_until_loaded()        # all ranks: every engine has judged what it has loaded
 sessions.commit(is_last=True)                # once all ranks have come so far
-sessions.wait_for_replies()                  # all ranks leave together
+sessions.wait_for_replies(defers_reply=False)   # all ranks leave together
 sessions.fail(error, can_repeat=True)        # instead of the steps that are left, after a failure
 """
 
@@ -344,7 +344,7 @@ class Sessions:
             cannot_map=isinstance(cause, EngineCannotMap),
             details=lost_servers or problem,
         )
-        # No rank leaves while an engine may still be at work.
+        # No rank leaves before the engines of all ranks have had `GIVE_UP_S` to end.
         endings = [ending] if shared.is_late else self.ranks.gather(ending)
         if isinstance(shared, ReplicasDiffer | Interrupted):
             raise shared

@@ -11,8 +11,8 @@ sync is a few sessions with each, one after the other:
                     the export, through `load_weights`. The engines compare them with what they held
 
 `_once` is one session, and reads from top to bottom. Each rank goes through it at its own pace. The
-ranks meet three times: everyone has joined, everyone has sent the same and its engines have read
-it (only then is anything published), every replica is done.
+ranks wait for each other until all engine ranks have joined, until all have loaded the same (only
+then is anything published), and until every replica is done.
 """
 
 from __future__ import annotations

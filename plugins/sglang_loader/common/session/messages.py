@@ -20,9 +20,9 @@ messages go over a socket that the trainer binds, in a private folder of the hos
 
 Loaded is the engine's acknowledged prepare. All TP ranks of the engine have loaded the sync. They
 have judged together that the sync fits the model and passes its proof. From then on, one replica
-can publish what another does not publish only if a process dies. The engine publishes weights only
-after the Commit. With the Commit the trainer confirms that on every rank its memory was unchanged
-until the engine had read it. An Abort, or the trainer's death, overtakes all earlier messages: a
+can publish what another does not publish only if a process dies or fails between the Commits. The
+engine publishes weights only after the Commit. With the Commit the trainer confirms that on every
+rank the parameters were where they had been located. An Abort, or the trainer's death, overtakes all earlier messages: a
 slow engine must not act on a sync that its trainer has given up.
 
 Hello names the load plan that the engine holds, and the arrangements by which buckets may come in

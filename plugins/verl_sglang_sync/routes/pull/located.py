@@ -6,7 +6,7 @@ offloaded return at other addresses.
 
     plan = PullPlan(traced, buckets, [bucket_reads(bucket.layout, traced) for bucket in buckets])
     table = share_shards(traced, sources(), device, rank, share)  # this rank's shards
-    tables = group.all_gather(table)                              # all ranks' shards
+    tables = ranks.gather(table)                                  # all ranks' shards
     locations = ParameterLocations.of(plan, snapshot, tables, readers, first_reader)
 """
 
