@@ -13,6 +13,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sglang_loader.common.ranks import Reason
+from sglang_loader.load_plan.executor import PlanExecutor
 from sglang_loader.session import serve
 from support.settings import settings_of
 from unit.serving_engine import ByName, ServingEngine, colocated, synced
@@ -415,3 +416,20 @@ def test_the_next_syncs_are_prepared_while_the_engine_loads_the_last_bucket(monk
     assert events == ["prepared"] * (1 + fails)
     assert case.route.state is RouteState.PROVEN
     assert case.sync().num_pulled == 4 and case.has_arrived()
+
+
+def test_after_a_refuted_route_no_export_is_loaded_by_the_plan(monkeypatch, caplog):
+    """The plan may be at fault as well, which `load_weights` is not."""
+    case, replay = Traceable(), PlanExecutor.replay
+
+    def wrong(executor, *arguments):
+        replay(executor, *arguments)
+        with torch.no_grad():
+            case.model.t2[3] += 1
+
+    monkeypatch.setattr(PlanExecutor, "replay", wrong)
+    for _ in range(3):
+        report = case.sync()
+        assert case.route.state is RouteState.OFF and case.has_arrived()
+        assert report.num_replayed == 0
+    assert "left by that way or by the load plan: t2" in report.eager_reason

@@ -105,9 +105,15 @@ class ModelLoader:
         self._uses_of_bucket: dict[int, BucketUses] = {}  # by index; complete if there is a plan
         self._addresses_checked = False
         self._distrust: str | None = None  # the reason for which no plan is used any more
+        self._doubt: str | None = None  # the reason for which a plan loads nothing but proofs
 
     def start(
-        self, context: Mapping[str, object], *, uses_plan: bool = True, is_eager: bool = False
+        self,
+        context: Mapping[str, object],
+        *,
+        uses_plan: bool = True,
+        is_eager: bool = False,
+        proves_route: bool = False,
     ) -> None:
         """Begin a sync.
 
@@ -116,6 +122,7 @@ class ModelLoader:
             uses_plan: if False, every bucket goes through `load_weights`, and no plan is kept.
             is_eager: if True, every bucket of this sync goes through `load_weights`, and the plan
                 is kept.
+            proves_route: True if this sync is the proof of a route, which may use a doubted plan.
         """
         changed = context_change(self._context, context)
         uses_plan = uses_plan and self._distrust is None
@@ -132,7 +139,9 @@ class ModelLoader:
         elif self._checked is None:
             self._load_mode = _LoadMode.RECORD
         else:
-            self._load_mode = _LoadMode.EAGER if is_eager else _LoadMode.REPLAY
+            is_doubted = self._doubt is not None and not proves_route
+            self._load_mode = _LoadMode.EAGER if is_eager or is_doubted else _LoadMode.REPLAY
+            self._reason = self._doubt if is_doubted else None
         # The engine must not offer arrangements of a plan that does not hold.
         if self.arranged.digest:
             self.check_addresses()
@@ -162,6 +171,19 @@ class ModelLoader:
         if self._checked is None or self._load_mode is not _LoadMode.REPLAY:
             return ALL_WHOLE
         return self._checked.arranged or ALL_WHOLE
+
+    def doubt_plan(self, reason: str) -> None:
+        """Load later syncs by `load_weights`, until the proof of another route is good.
+
+        Call this after the proof of a route has failed. The route may be at fault, or the plan.
+        """
+        self._doubt = reason
+        if self._checked is not None:
+            self._drop_plan(reason)
+
+    def trust_plan(self) -> None:
+        """End a doubt, after the good proof of a route."""
+        self._doubt = None
 
     def distrust_plan(self, reason: str) -> None:
         """Load all later syncs by `load_weights`. Call this after a sync by `load_weights`."""

@@ -222,6 +222,7 @@ class Session:
                 engine_context(model),
                 uses_plan=self._descriptor.uses_plan,
                 is_eager=self._descriptor.proof == "served",
+                proves_route=self._descriptor.proof == "route",
             )
         # The trainer may send no more than this: each loader has checked its plan in `start`.
         self._arranged = common_arrangements([loader.arranged for loader in self._loaders])
@@ -273,9 +274,18 @@ class Session:
             self.differing = self._held.differing()
             self._num_alike = self._held.num_alike
             self._held = None
+        proves_route = self._descriptor.proof == "route"
         if not self.differing:
+            for loader in self._loaders if proves_route else ():
+                loader.trust_plan()
             return
-        if self._descriptor.proof == "route":  # nothing of this session may be served
+        if proves_route:  # nothing of this session may be served
+            # The export that follows must not be loaded by a plan that may be at fault.
+            for loader in self._loaders:
+                loader.doubt_plan(
+                    f"the proof of a fast way found {len(self.differing)} tensors with wrong "
+                    f"bytes, left by that way or by the load plan: {listed(self.differing)}"
+                )
             raise Differs(
                 f"{len(self.differing)} tensors differ from what load_weights made of the full "
                 f"export: {listed(self.differing)}"
