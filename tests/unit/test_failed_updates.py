@@ -126,7 +126,9 @@ def engine(monkeypatch):
 
     def from_all(_, item):
         if isinstance(item, tuple):
-            others = ((*other, engine.undefined, engine.differing) for other in engine.others)
+            others = (
+                (*other, engine.undefined, engine.differing, "other") for other in engine.others
+            )
             return [item, *others]
         return [item, *(text for text, _, _ in engine.others)]
 

@@ -46,7 +46,7 @@ from sglang_loader.host_backup.allocations import WEIGHTS_TAG, under_weights_tag
 from sglang_loader.host_backup.backup import backup_of, create_backup
 from sglang_loader.host_backup.completeness import Completeness
 from sglang_loader.session.findings import Verdict
-from sglang_loader.session.serve import Session, SessionSteps
+from sglang_loader.session.serve import Session, SessionSteps, kind_of
 from sglang_loader.session.weight_check import (
     SyncView,
     cached_verdict,
@@ -151,6 +151,9 @@ def _serve_session(update: WeightUpdate, updater: Any, request: Any) -> list[str
         session = Session(descriptor, update.models, steps, *groups, wants_proof=wants_proof)
         try:
             session.load()
+        except Exception as error:
+            update.failure_kind = kind_of(error)
+            raise
         finally:
             update.differing = session.differing  # a failed proof reports them, too
         sessions.append(session)  # a session that failed has reported its failure
@@ -262,8 +265,12 @@ class WeightUpdate:
             _, failure = attempt(self.view_sync)
         stale = self._ranks.named(self._backup.stale_once_synced)
         named = self._ranks.named(failure)
-        state = named, self._has_begun, self._view is not None, stale, list(self.differing)
-        failed, touched, new, undefined, differing = zip(*self._ranks.gather(state), strict=True)
+        has_view, kind = self._view is not None, self.failure_kind
+        state = named, self._has_begun, has_view, stale, list(self.differing), kind
+        gathered = self._ranks.gather(state)
+        failed, touched, new, undefined, differing, kinds = zip(*gathered, strict=True)
+        # The trainer may hear first of a rank that is not at fault.
+        self.failure_kind = next((kind for kind in kinds if kind != "other"), "other")
         failures = [text for text in failed if text]
         # One rank without a verdict is enough: all ranks must judge together.
         if not failures and any(new):
