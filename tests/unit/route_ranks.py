@@ -301,7 +301,7 @@ class Rank:
                 self.seen.errors.append("interrupted")
         seen = self.seen
         seen.num_handles.append(self._num_handles)
-        seen.keeps = self.weight_sync._routes[0]._located is not None
+        seen.keeps = self.weight_sync._routes[0]._locations is not None
         seen.state, seen.off = self.route.state.name, self.route.reason
         if report is not None:
             counts = {"pull": report.num_pulled, "exchange": report.num_exchanged}

@@ -142,6 +142,10 @@ class PulledAndSent(SyncSource, Delivery):
     def start(self) -> None:
         self._pulled.start()
 
+    def drain(self) -> None:
+        self._pulled.drain()
+        self._sent.drain()
+
     def delivery(self, engines: Sequence[EngineRank], poll: Poll) -> Delivery:
         near = [engine for engine in engines if engine.arrangements.reads_in_place]
         far = [engine for engine in engines if not engine.arrangements.reads_in_place]
