@@ -52,6 +52,8 @@ class ReplicasDiffer(WeightSyncError):
 class RankLost(WeightSyncError):
     """A trainer rank did not take part in a collective. The message names the rank."""
 
+    is_alone = True
+
 
 _ids = count()
 

@@ -34,10 +34,10 @@ class RanksFailed(RuntimeError):
 
     Attributes:
         failures: "rank R: traceback" of every rank that failed, equal on all ranks.
-        is_late: the other ranks had left the stage before, and raise nothing.
+        is_alone: this rank can meet no other one in this stage any more.
     """
 
-    is_late = False
+    is_alone = False
 
     def __init__(self, text: str, failures: Sequence[str] = ()) -> None:
         super().__init__(text)
@@ -177,12 +177,12 @@ class Ranks:
         try:
             self._turns(None, failure=failure)
             failed = self._failed(f"{failure}(the other ranks had ended before)", [failure])
-            failed.is_late = True
+            failed.is_alone = True
         except RanksFailed as shared:
             failed = shared
         if not isinstance(error, Exception):
-            is_late, failed = failed.is_late, Interrupted(str(failed), failed.failures)
-            failed.is_late = is_late
+            is_alone, failed = failed.is_alone, Interrupted(str(failed), failed.failures)
+            failed.is_alone = is_alone
         raise failed from error
 
     @contextmanager
@@ -237,6 +237,8 @@ class Ranks:
             turns = self._exchange(own)
             newest = max(turn.stage for turn in turns)
             if own.stage < newest:
+                if failure is None:
+                    raise self._failed("the other ranks are in a later stage", ())
                 return ()
             # A rank that fails late takes its turn in a stage that this rank has left.
             if all(turn.stage == newest for turn in turns):

@@ -278,7 +278,7 @@ class Sessions:
         Args:
             is_last: False: no request may run before the sync's next session has ended.
         """
-        self.may_be_served = True
+        self.may_be_served = bool(self.engines)
         try:
             with self.report.stage("publish"):
                 for engine in self.engines:
@@ -345,7 +345,7 @@ class Sessions:
             details=lost_servers or problem,
         )
         # No rank leaves before the engines of all ranks have had `GIVE_UP_S` to end.
-        endings = [ending] if shared.is_late else self.ranks.gather(ending)
+        endings = [ending] if shared.is_alone else self.ranks.gather(ending)
         if isinstance(shared, ReplicasDiffer | Interrupted):
             raise shared
         raise SyncFailed(shared.failures, endings) from cause

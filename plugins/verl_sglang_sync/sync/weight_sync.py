@@ -241,6 +241,7 @@ class WeightSync:
             return True
         route.note_proven()
         task.report.is_proven = True
+        self._proof_distance = 1  # what is known of alike tensors was known of another route
         self._plan_proof(attempt.num_alike)
         return True
 
@@ -346,6 +347,7 @@ class WeightSync:
                 if isinstance(source, ExportedBuckets) and learns:
                     self._learn(task, source, loaded)
                     self._check_fallback()
+                    ranks.check()  # no rank may fail between here and its Commit
                 attempt.wants_proof = proof == "none" and wants_proof
                 # The engines' gates stay closed while a proof follows.
                 follows = attempt.proof_follows or attempt.wants_proof

@@ -22,8 +22,8 @@ Loaded is the engine's acknowledged prepare. All TP ranks of the engine have loa
 have judged together that the sync fits the model and passes its proof. From then on, one replica
 can publish what another does not publish only if a process dies or fails between the Commits. The
 engine publishes weights only after the Commit. With the Commit the trainer confirms that on every
-rank the parameters were where they had been located. An Abort, or the trainer's death, overtakes all earlier messages: a
-slow engine must not act on a sync that its trainer has given up.
+rank the parameters were where they had been located. An Abort, or the trainer's death, overtakes
+all earlier messages: a slow engine must not act on a sync that its trainer has given up.
 
 Hello names the load plan that the engine holds, and the arrangements by which buckets may come in
 this sync (see `layout`). Any bucket may come whole. Loaded brings the arrangements that the trainer
