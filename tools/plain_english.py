@@ -23,12 +23,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 
-CLEAN = [
-    "plugins/hydra_plugins",
-    "plugins/sglang_loader",
-    "plugins/verl_sglang_sync/routes",
-    "plugins/verl_sglang_sync/sync",
-]
+CLEAN = ["plugins"]
 """The folders and files that `make lint` checks."""
 
 README_MAX_LINES = 120

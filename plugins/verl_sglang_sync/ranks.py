@@ -129,7 +129,7 @@ class TrainerRanks(Ranks):
         group.set_timeout(timedelta(seconds=self._timeout_s + MARGIN_S))
 
     def _new_group(self) -> Any:
-        """Form a new group, for which this rank waits until all ranks have come."""
+        """Make a new group. Wait until all ranks have come."""
         store = self._store()
         while store.add(f"lost/{self._number}", 0):
             self._number += 1
@@ -168,12 +168,13 @@ class TrainerRanks(Ranks):
         return ", ".join(f"rank {rank}" for rank in missing)
 
     def _store(self) -> PrefixStore:
-        """Torch's store with keys of these ranks only. All ranks make such objects in one order."""
+        """Return torch's store with keys of these ranks only."""
+        # All ranks make their objects in one order, so that the ids are the same.
         return PrefixStore(f"weight_sync/{self._id}", _get_default_store())
 
 
 async def run_on_all(ranks: Ranks, stage: str, work: Coroutine[Any, Any, None] | None) -> None:
-    """Do this rank's part of a stage of the engines, and wait until all ranks have done theirs.
+    """Run this rank's part of a stage of the engines, and wait until all ranks have done theirs.
 
     The ranks meet every `AGREE_EVERY_S` while they wait for their engines, so that no rank times
     out, and none waits for one that is gone.

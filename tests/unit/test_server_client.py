@@ -243,7 +243,7 @@ def test_an_error_survives_pickling_and_ray():
 )
 def test_what_may_have_been_executed_is_never_sent_again(call):
     server = Server(delay_s=0.5)
-    end = r"within 0\.2 s; not sent again, because it may have been executed$"
+    end = r"within 0\.2 s, not sent again, because it may have been executed$"
     with pytest.raises(ReplyLost, match=rf"/{call.operation.path}: no reply {end}"):
         talk(server, call, timeout_s=0.2)
     assert len(server.requests) == 1

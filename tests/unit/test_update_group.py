@@ -193,7 +193,7 @@ def test_a_group_that_is_not_formed_in_time_names_who_is_silent_and_is_left(answ
     told = form(Engine(replied), timeout_s=0.05)
     silent = "nobody" if answers else "http://0"
     assert told == (
-        "not all ranks came within 0.05 s, of timeouts_s.group, else request_timeout_s; "
+        "not all ranks came within 0.05 s, of timeouts_s.group, else request_timeout_s, "
         f"no word of: {silent}"
     )
     own.set_result("the group")  # too late

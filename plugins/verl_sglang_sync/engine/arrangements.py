@@ -1,6 +1,6 @@
 """The arrangements that engine ranks have offered: the parts of each bucket that a rank reads.
 
-Routes "exchange" and "send" bring an engine rank only those bytes; exported buckets come whole.
+Routes "exchange" and "send" bring an engine rank only those bytes. Exported buckets come whole.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ class RankArrangements:
 
     Attributes:
         digest: names them on the wire.
-        buckets: by index the digest of the layout and the arrangement; None, and no entry: the
-            bucket is sent whole.
+        buckets: by index the digest of the layout, and the arrangement. A bucket without an entry,
+            or with None as its arrangement, is sent whole.
     """
 
     digest: str = ""
     buckets: Arrangements = ()
 
     def is_arranged(self, index: int) -> bool:
-        """True if the rank gets only the part of the bucket that it reads, which may be empty."""
+        """Return True if the rank gets only the bytes that it reads of the bucket, maybe none."""
         return index < len(self.buckets) and self.buckets[index][1] is not None
 
     def expected(self, index: int, whole: Arrangement) -> Arrangement:
-        """The bucket's arrangement, or `whole` if it has none."""
+        """Return the bucket's arrangement, or `whole` if it has none."""
         arrangement = self.buckets[index][1] if index < len(self.buckets) else None
         return whole if arrangement is None else arrangement
 
@@ -63,11 +63,11 @@ class EngineArrangements:
 
     @property
     def held_digest(self) -> str | None:
-        """Digest of the arrangements that are held; None: the engine need not offer any."""
+        """Digest of the arrangements that are held, or None if the engine need not offer any."""
         return self._held.digest if self._is_wanted else None
 
     def matching(self, sent: Iterable[Bucket]) -> RankArrangements:
-        """The arrangements held if they are for these buckets, else none."""
+        """Return the arrangements that are held, or none if they are for other buckets."""
         layouts = [layout for layout, _ in self._held.buckets]
         return self._held if layouts == [bucket.digest for bucket in sent] else NO_ARRANGEMENTS
 

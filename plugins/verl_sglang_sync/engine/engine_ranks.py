@@ -33,20 +33,20 @@ SEND_WAIT_S = 1.0
 
 
 class Engine(Protocol):
-    """The engine's server; `SGLangServerClient` is one."""
+    """The engine's server, such as an `SGLangServerClient`."""
 
     def submit(self, call: Call) -> Future[Any]:
-        """Start an operation (`operations`); the future gets its reply."""
+        """Start one of the `operations`. The future gets its reply."""
 
 
 class OpeningRequest:
     """The update request of a replica, sent by another thread while this one serves the session.
 
-    The session's socket tells the outcome a millisecond or two before the reply does. So the reply
+    The session's socket has the outcome a millisecond or two before the reply comes. So the reply
     to a good session is only checked later (`result`).
 
     Args:
-        engine: the replica's server; None on ranks that do not send the request.
+        engine: the replica's server. None on ranks that do not send the request.
     """
 
     def __init__(self, engine: Engine | None, version: str | None) -> None:
@@ -55,9 +55,7 @@ class OpeningRequest:
         self._reply: Future[Any] | None = None
 
     def post(self, descriptors: list[bytes]) -> None:
-        """Send the request, and return when it has left: what this thread computes next would hold
-        Python's lock, and keep the client's thread from sending it.
-        """
+        """Send the request, and return when it has left."""
         assert self._engine is not None, "only the leader gathers descriptors"
         sent = threading.Event()
         call = operations.update_weights(
@@ -68,43 +66,50 @@ class OpeningRequest:
             sent=sent,
         )
         self._reply = self._engine.submit(call)
-        self._reply.add_done_callback(lambda _: sent.set())  # also if it never left
+
+        def set_sent(_: object) -> None:
+            sent.set()
+
+        self._reply.add_done_callback(set_sent)  # also if the request never left
+        # What this thread computes next would hold Python's lock, and delay the client's thread.
         sent.wait(SEND_WAIT_S)
 
     @property
     def may_have_left(self) -> bool:
-        """False if no engine was asked to join; only the leader knows."""
+        """False if no engine was asked to join. Other ranks than the leader return True."""
         return self._engine is None or self._reply is not None
 
     def check(self) -> None:
-        """Before the commit: raise if there is a reply, which comes only after the session, or if
-        it was lost.
+        """Raise if there is a reply, or if it was lost. Call this before the commit.
+
+        A good reply comes only after the session.
         """
         if self._reply is not None and self._reply.done():
             self._reply.result()
-            raise SessionError("the engine answered before its session ended; see SGLang's log")
+            raise SessionError("the engine answered before its session ended, see SGLang's log")
 
     def check_refused(self) -> None:
-        """After the commit, when a good reply may come before the session's Published: raise if the
-        reply is a failure, or was lost.
+        """Raise if the reply is a failure, or was lost. Call this after the commit.
+
+        A good reply may come before the session's Published then.
         """
         if self._reply is not None and self._reply.done():
             self._reply.result()
 
     def check_answer(self) -> None:
-        """Like `check`, but a lost reply does not raise: the engine may still join the session."""
+        """Check as `check` does, but ignore a lost reply: the engine may still join the session."""
         with suppress(ReplyLost):
             self.check()
 
     def wait(self, limit_s: float) -> bool:
-        """Wait for a reply, good or bad; False if there is none after `limit_s` seconds."""
+        """Wait for a reply, good or bad. Return False if there is none after `limit_s` seconds."""
         return self._reply is None or bool(wait([self._reply], limit_s).done)
 
     def give_up(self, limit_s: float) -> str | None:
         """Wait up to `limit_s` seconds for the reply to a failed session, then drop it.
 
         Returns:
-            The error if the server could not be reached, or its reply was lost; else None.
+            The error if the server could not be reached or its reply was lost, else None.
         """
         if self._reply is None:
             return None
@@ -135,7 +140,7 @@ class EngineRank:
     """One engine rank.
 
     Attributes:
-        name: for error messages; "" if colocated: its errors name the TP rank themselves.
+        name: for error messages. "" if colocated, because its errors name the TP rank themselves.
         request: opened the sessions of its replica.
         arrangements: see `EngineArrangements`.
     """
@@ -147,7 +152,7 @@ class EngineRank:
 
     @contextmanager
     def naming_errors(self) -> Iterator[None]:
-        """Errors of the body get the name of the engine rank."""
+        """Add the name of the engine rank to errors of the body."""
         try:
             yield
         except Exception as error:
@@ -159,7 +164,7 @@ class EngineRank:
 
 
 def poll(engines: Sequence[EngineRank]) -> None:
-    """Process the messages of the engine ranks; raise if one has failed, or left its session."""
+    """Process the messages of the engine ranks. Raise if one has failed, or left its session."""
     for engine in engines:
         with engine.naming_errors():
             engine.session.poll()

@@ -7,7 +7,7 @@ with TrainerSession(sockets, settings, names) as session:
     session.load(0, bucket, encode_pieces([BucketPiece(slot, 0, 0, nbytes)]), read_only=False)
     session.finish(num_buckets=1, num_tensors=3, arrangements=None)
     ...                                   # until session.loaded, see `engine_ranks.wait_for`
-    session.commit()                      # once all ranks have come so far
+    session.commit(watch, is_last=True)   # once all ranks have come so far
     session.wait_until_published()
 """
 
@@ -40,15 +40,15 @@ ABORT_WAIT_S = 5.0  # for an engine that was asked to join, and has not joined y
 
 
 class EngineFailed(RuntimeError):
-    """The engine failed; the text is its TP rank and traceback."""
+    """A failure of the engine. The text is the TP rank and its traceback."""
 
 
 class EngineCannotMap(EngineFailed):
-    """The engine cannot map the trainer's memory, and has read nothing."""
+    """An engine that cannot map the trainer's memory, and has read nothing."""
 
 
 class ProofFailed(EngineFailed):
-    """A proof failed: the engine held other bytes than it was sent; the text names the tensors."""
+    """A failed proof: the engine held other bytes than it was sent. The text names the tensors."""
 
 
 class Misfit(EngineFailed):
@@ -60,8 +60,11 @@ class BlockNotMapped(RuntimeError):
 
 
 class SessionSockets:
-    """Makes the sockets of this process's sessions: in a folder of its own, or TCP sockets at
-    `host`, this process's address, if engines may be on another host.
+    """The sockets of this process's sessions.
+
+    Args:
+        host: this process's address, for TCP sockets that engines on other hosts can reach. None:
+            the sockets are in a folder of this process.
     """
 
     def __init__(self, host: str | None = None) -> None:
@@ -69,7 +72,7 @@ class SessionSockets:
         self._folder: SessionFolder | None = None
 
     def open(self) -> Channel[FromEngine]:
-        """A socket for another session."""
+        """Open a socket for another session."""
         if self._host is not None:
             return trainer_end_on_network(self._host)
         return trainer_end(self.folder.new_endpoint())
@@ -94,7 +97,7 @@ class SentHandles:
         self._by_block.setdefault(block, []).append(handle)
 
     def keep_only(self, blocks: Collection[str]) -> None:
-        """Note that the engine has dropped all handles but the last one of each of these blocks."""
+        """Keep only the last handle of each of these blocks: the engine has dropped the others."""
         held = self._by_block.items()
         self._by_block = {block: handles[-1:] for block, handles in held if block in blocks}
 
@@ -105,24 +108,24 @@ class SentHandles:
 
 
 class TrainerSession:
-    """Speaks the trainer's part of the protocol. A context manager.
+    """The trainer's part of the protocol, as a context manager.
 
     Args:
         names: names of this process's memory blocks, the same for all its sessions.
         sent: handles that the engine rank was given, the same for all sessions with it.
         proof: what the session proves.
-        group: name of the update group in which buckets are sent; "": the engine maps them.
-        senders: name of the update group of all trainer ranks; "" if there is none.
+        group: name of the update group in which buckets are sent. "": the engine maps them.
+        senders: name of the update group of all trainer ranks, or "" if there is none.
         secret: the secret of `group`.
 
     Attributes:
         descriptor: encoded, for the request that opens the session.
-        plan: name of the engine's load plan, as of its Hello; "" if it has none.
+        plan: name of the engine's load plan, as of its Hello, or "" if it has none.
         arrangements: digest of the engine's arrangements for this sync, likewise.
         wants_proof: a user has asked the engine's server for a proof, likewise.
         num_done: number of buckets that the engine has read, as of the last `poll`.
         num_receiving: number of buckets that it has begun to receive, likewise.
-        loaded: the engine's Loaded; None before it has come.
+        loaded: the engine's Loaded, or None before it has come.
     """
 
     def __init__(
@@ -171,10 +174,13 @@ class TrainerSession:
         self.wants_proof = False
 
     def greet(self, watch: Callable[[], None], *, wait_s: float) -> bool:
-        """Exchange Hello and Welcome; False if the engine has not joined within `wait_s` seconds.
+        """Exchange Hello and Welcome with the engine.
 
         Args:
-            watch: called during all waits for the engine, here and later; may raise to end them.
+            watch: called during all waits for the engine, here and later. It may raise to end them.
+
+        Returns:
+            False if the engine has not joined within `wait_s` seconds.
         """
         self._watch = watch
         if not self._channel.wait(wait_s, watch):
@@ -188,8 +194,16 @@ class TrainerSession:
         return True
 
     def map_buffer(self, storage: torch.UntypedStorage, *, keep: bool) -> int:
-        """Have the engine map a staging buffer with the next bucket, unless it is mapped; `keep` it
-        mapped after the session. Returns its slot, or raises ValueError if it cannot be shared.
+        """Announce a staging buffer, which the engine maps with the next bucket.
+
+        Args:
+            keep: True if the engine keeps the buffer mapped after the session.
+
+        Returns:
+            The slot of the buffer.
+
+        Raises:
+            ValueError: the buffer cannot be shared.
         """
         block = Block.of(storage)
         name = self._names.name_of(block, storage)
@@ -203,11 +217,9 @@ class TrainerSession:
     def map_blocks(
         self, names: Sequence[str], handles: Mapping[str, BufferHandle], *, keep: bool
     ) -> None:
-        """Have the engine map blocks of the trainer ranks' parameters with the first bucket. Their
-        slots are their positions, as the pieces count them.
+        """Announce blocks of the trainer ranks' parameters, mapped with the first bucket.
 
-        A handle is sent for a block that is mapped, too: one that no engine uses would keep torch
-        from freeing the memory in this process.
+        The slot of a block is its position, by which the pieces name it.
 
         Raises:
             BlockNotMapped: the engine has not mapped a block that has no handle.
@@ -219,13 +231,15 @@ class TrainerSession:
                 f"{len(self._slots)} are taken, {len(set(names))} have a name of their own"
             )
         for name in names:
+            # A handle of a block that is mapped already is sent, too. Torch frees the memory only
+            # when an engine has dropped each handle.
             handle = handles.get(name)
             if handle is None and name not in self._mapped:
                 raise BlockNotMapped(f"the engine has unmapped the parameters' block {name}")
             self._announce(name, handle, keep=keep)
 
     def _announce(self, name: str, handle: BufferHandle | None, *, keep: bool) -> None:
-        """Give a buffer the next slot, and send it with the next bucket."""
+        """Assign the next slot to a buffer, and send the buffer with the next bucket."""
         if handle is not None:
             self._sent.add(name, handle)
         if keep:
@@ -243,7 +257,7 @@ class TrainerSession:
         arranged: bool = False,
         receives: Sequence[list[int]] = (),
     ) -> None:
-        """Have a bucket loaded, see `LoadBucket`; its memory must not change until it was read."""
+        """Request a bucket's load, see `LoadBucket`. Its memory must not change until then."""
         buffers, self._unsent = self._unsent, []
         self._send(
             wire.LoadBucket,
@@ -277,13 +291,13 @@ class TrainerSession:
         self._channel.wait_briefly()
 
     def finish(self, *, num_buckets: int, num_tensors: int, arrangements: str | None) -> None:
-        """Tell the engine that all buckets were announced; see `Finish`."""
+        """Report that all buckets were announced, see `Finish`."""
         self._send(
             wire.Finish, num_buckets=num_buckets, num_tensors=num_tensors, arrangements=arrangements
         )
 
     def commit(self, watch: Callable[[], None], *, is_last: bool) -> None:
-        """Have the weights published, after all engine ranks have read all buckets.
+        """Publish the weights, after all engine ranks have read all buckets.
 
         Args:
             watch: replaces that of `greet`: from now on a good reply may come at any time.
@@ -293,14 +307,15 @@ class TrainerSession:
         self._send(wire.Commit, is_last=is_last)
 
     def wait_until_published(self) -> None:
-        """Wait until all TP ranks of the engine serve the weights; raises as `poll`."""
+        """Wait until all TP ranks of the engine have published. Raise as `poll` does."""
         self._receive(wire.Published)
 
     def abort(self, reason: str, watch: Callable[[], None] | None) -> None:
-        """Abort the session; wait up to `ABORT_WAIT_S` for an engine that has not joined yet.
+        """Abort the session, and wait up to `ABORT_WAIT_S` for an engine that has not joined yet.
 
         Args:
-            watch: called while waiting; may raise to end it. None: no engine was asked to join.
+            watch: called while waiting. It may raise to end the wait. None: no engine was asked to
+                join.
         """
         if not self._channel.has_heard and watch is None:
             return
@@ -309,7 +324,7 @@ class TrainerSession:
                 self._channel.send(wire.Abort, reason=reason)
 
     def _send(self, kind: type[Any], **fields: Any) -> None:
-        """Send a message; if the engine is gone, raise the failure that it has sent before."""
+        """Send a message. If the engine is gone, raise the failure that it has sent before."""
         try:
             self._channel.send(kind, **fields)
         except SessionError:
@@ -348,7 +363,7 @@ def _expected(kind: type[Message], message: FromEngine) -> Message:
 
 
 def _counted(message: wire.Receiving | wire.BucketDone, number: int) -> int:
-    """Check that the message is for bucket `number`; returns the next number."""
+    """Check that the message is for bucket `number`, and return the next number."""
     if message.index != number:
         name = type(message).__name__
         raise SessionError(f"expected {name} of bucket {number}, got that of {message.index}")

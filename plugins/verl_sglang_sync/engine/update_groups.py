@@ -1,9 +1,9 @@
 """Disaggregated mode: the process groups that the trainer forms with all engine ranks.
 
-There are two: with the trainer's first rank, which broadcasts in it, and with all trainer ranks,
-which all send in it; a trainer of one rank has only the first. A group is kept from sync to sync.
-It is formed anew when replicas have joined or left, and after a failure, because a collective may
-be outstanding in it.
+There are two groups. In one the trainer's first rank broadcasts. In the other all trainer ranks
+send. A trainer of one rank has only the first group. A group is kept from sync to sync. It is
+formed anew when replicas have joined or left, and after a failure, because a collective may be
+outstanding in it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ REPLY_S = 2.0
 
 
 class UpdateGroupError(BroadcastError):
-    """A group was not formed; the message names the replica at fault, if any."""
+    """A group that was not formed. The message names the replica at fault, if any."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,11 +67,11 @@ class Replica:
 
 @dataclass(frozen=True)
 class UpdateGroup:
-    """A formed group, in a trainer rank; only rank 0 has more than the first two attributes.
+    """A formed group, in a trainer rank. Only rank 0 has more than the first two attributes.
 
     Attributes:
         name: its name in the engines.
-        process_group: torch's; the trainer ranks are the first.
+        process_group: torch's. The trainer ranks are its first ranks.
         replicas: in rank order.
         meeting: the store, kept alive as long as the group.
         secret: signs the descriptors of its sessions.
@@ -85,19 +85,20 @@ class UpdateGroup:
 
 
 class UpdateGroups:
-    """Forms the group of some trainer ranks and all engine ranks, and keeps the current one. Each
-    of these trainer ranks has such an object.
+    """The groups of some trainer ranks and engine ranks, one after the other.
+
+    Each of these trainer ranks has such an object.
 
     Args:
-        address: this host's, as the replicas reach it; only the first rank's is used.
-        device: device of the sent buffers; with a GPU's the group uses NCCL, else gloo.
+        address: this host's, as the replicas reach it. Only the first rank's is used.
+        device: device of the sent buffers. On a GPU the group uses NCCL, else gloo.
         timeout_s: limit of the wait for all ranks, in seconds.
-        trainers: all trainer ranks, which make the same calls; None: only the first one is in it.
+        trainers: all trainer ranks, which make the same calls. None: only the first one takes part.
 
     Attributes:
-        current: the current group; None if there is none.
-        abandoned: on the first rank, names of groups that the engines are still in; they leave when
-            the next forms.
+        current: the current group, or None.
+        abandoned: on the first rank, names of groups that the engines are still in. The engines
+            leave these groups when the next group is formed.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class UpdateGroups:
         self.abandoned: list[str] = []
 
     def with_replicas(self, replicas: Sequence[Replica] | None) -> UpdateGroup:
-        """The group of exactly these replicas; collective.
+        """Return the group of exactly these replicas. Collective.
 
         Args:
             replicas: on the first rank. None on the others.
@@ -146,7 +147,7 @@ class UpdateGroups:
         return self.current
 
     def abandon(self) -> None:
-        """Leave the current group after a failure; the next sync forms another."""
+        """Leave the current group after a failure. The next sync forms another."""
         group, self.current = self.current, None
         if group is not None:
             if self._rank == 0:  # the others never form a group, and would collect names for ever
@@ -156,8 +157,11 @@ class UpdateGroups:
     def _current_or_new(
         self, replicas: Sequence[Replica]
     ) -> tuple[GroupPlace | str, MeetingPoint | None]:
-        """On the first rank: the name of the current group if it has these replicas, else where the
-        next one meets, and its store.
+        """Find or prepare the group of these replicas, on the first rank.
+
+        Returns:
+            The name of the current group and None, if the group has these replicas. Otherwise the
+            place where the next group meets, and its store.
         """
         if not replicas:
             raise ValueError("a sync needs at least one replica, got none")
@@ -195,7 +199,7 @@ class UpdateGroups:
         meeting: MeetingPoint,
         replicas: tuple[Replica, ...],
     ) -> UpdateGroup:
-        """Have all replicas join; their ranks come after the trainer's."""
+        """Request that all replicas join. Their ranks come after the trainer's."""
         joined: list[Future[Any]] = []
         rank_offset = self._num_trainers
         for replica in replicas:
@@ -226,14 +230,12 @@ class UpdateGroups:
         return UpdateGroup(place.name, group, replicas, meeting, secret_of(group))
 
     def _dissolve(self, group: UpdateGroup) -> None:
-        """Leave a healthy group at the same time as its engines; the other trainer ranks leave when
-        the next one is formed.
-        """
+        """Leave a healthy group at the same time as its engines."""
         self.current = None
+        # The other trainer ranks leave when the next group is formed.
         is_alone = self._num_trainers == 1
-        _leave_servers(
-            group.replicas, [group.name], lambda: leave(group.process_group, broken=not is_alone)
-        )
+        leave_group = partial(leave, group.process_group, broken=not is_alone)
+        _leave_servers(group.replicas, [group.name], leave_group)
 
 
 def _leave_late(joined: Future[Any]) -> None:
@@ -245,7 +247,7 @@ def _leave_late(joined: Future[Any]) -> None:
 def _why_not_formed(
     replicas: Sequence[Replica], joined: Sequence[Future[Any]], own: Future[Any], timeout_s: float
 ) -> str | None:
-    """Which replica failed to join, or which are late, in words; None: all have joined."""
+    """Describe the replica that failed to join, or the late ones. None: all have joined."""
     failure = own.exception() if own.done() else None
     if failure is not None:
         wait(joined, timeout=REPLY_S, return_when=FIRST_EXCEPTION)  # a replica may know better
@@ -255,7 +257,7 @@ def _why_not_formed(
     silent = [r.base_url for r, future in zip(replicas, joined, strict=True) if not future.done()]
     if own.done() and failure is None and not silent:
         return None
-    return f"{failure or _too_late(timeout_s)}; no word of: {', '.join(silent) or 'nobody'}"
+    return f"{failure or _too_late(timeout_s)}, no word of: {', '.join(silent) or 'nobody'}"
 
 
 def _too_late(timeout_s: float) -> str:
@@ -265,7 +267,7 @@ def _too_late(timeout_s: float) -> str:
 def _leave_servers(
     replicas: Sequence[Replica], names: Sequence[str], meanwhile: Callable[[], None] | None = None
 ) -> None:
-    """Have the engines leave the groups; errors are only logged. `meanwhile`: done in parallel."""
+    """Request that the engines leave the groups, and call `meanwhile`. Errors are only logged."""
     futures = [
         (replica, name, replica.client.submit(operations.destroy_update_group(name)))
         for replica in replicas

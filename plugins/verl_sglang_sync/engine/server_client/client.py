@@ -2,10 +2,10 @@
 
 Every operation either succeeds on the server or raises a `ServerError`. Retries:
 
-- if no connection was made, any operation is tried `CONNECT_ATTEMPTS` times in all;
-- if the connection broke, or no reply came in time, idempotent operations are tried `ATTEMPTS`
-  times; others may have been executed, and are not tried again;
-- after a reply, good or bad, nothing is tried again.
+- If no connection was made, any operation is tried `CONNECT_ATTEMPTS` times in all.
+- If the connection broke, or no reply came in time, idempotent operations are tried `ATTEMPTS`
+  times. Other operations may have been executed, and are not tried again.
+- After a reply, good or bad, nothing is tried again.
 
 So an operation whose server is silent ends within `ATTEMPTS` x its timeout, plus a few seconds for
 the connections. Each operation has its own thread and connection, since a trainer calls from
@@ -20,6 +20,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any
 from urllib.parse import urlencode, urlsplit
@@ -43,7 +44,7 @@ MESSAGE_CHARS = 4000
 
 @dataclass(eq=False, repr=False)
 class SGLangServerClient:
-    """Runs operations (see `operations`).
+    """A client of one server, which runs `operations`.
 
     Attributes:
         base_url: such as "http://10.0.0.1:30000" or "http://[::1]:30000".
@@ -64,13 +65,16 @@ class SGLangServerClient:
     replica: int | None = None
 
     def submit(self, call: Call) -> Future[Any]:
-        """Start one operation; the future gets its reply, decoded if it is JSON, or a
-        `ServerError`. Cancelling the future only prevents retries.
+        """Start one operation.
+
+        Returns:
+            The future of the reply, decoded if it is JSON, or of a `ServerError`. Cancelling the
+            future only prevents retries.
         """
-        return in_thread(lambda future: self._send(call, future), "sglang-server-client")
+        return in_thread(partial(self._send, call), "sglang-server-client")
 
     def run(self, call: Call) -> Any:
-        """Run one operation; returns its reply, or raises a `ServerError`."""
+        """Run one operation. Return its reply, or raise a `ServerError`."""
         return self._send(call, Future())
 
     def _send(self, call: Call, future: Future[Any]) -> Any:
@@ -149,7 +153,7 @@ class SGLangServerClient:
         if isinstance(error, TimeoutError):
             message = f"no reply within {self._timeout_of(call.operation):g} s{times}"
         if attempts < ATTEMPTS:
-            message += "; not sent again, because it may have been executed"
+            message += ", not sent again, because it may have been executed"
         return self._error(ReplyLost, call, message)
 
     def _error(

@@ -1,16 +1,16 @@
-"""Errors of a request to a server; each names the endpoint, the failure, rank and replica."""
+"""Errors of a request to a server. Each names the endpoint, the failure, rank and replica."""
 
 from __future__ import annotations
 
 
 class ServerError(RuntimeError):
-    """A request to a server did not succeed.
+    """A request to a server that did not succeed.
 
     Attributes:
-        endpoint: URL of the request; "" only while Ray unpickles the error.
-        status: HTTP status of the reply; None if there was none.
-        message: the server's message, or why there was no reply.
-        rank: the trainer's rank; None outside of a trainer.
+        endpoint: URL of the request. "" only while Ray unpickles the error.
+        status: HTTP status of the reply, or None if there was none.
+        message: the server's message, or the reason why there was no reply.
+        rank: the trainer's rank, or None outside of a trainer.
         replica: number of the rollout replica, or None.
     """
 
@@ -45,7 +45,7 @@ class ServerUnreachable(ServerError):
 
 
 class ReplyLost(ServerError):
-    """No complete reply came in time; the request may have been executed."""
+    """No complete reply in time. The request may have been executed."""
 
 
 class NotAuthorized(ServerError):
@@ -57,4 +57,4 @@ class RequestFailed(ServerError):
 
 
 class RouterError(ServerError):
-    """A request to SGLang's router failed; the message names router and server."""
+    """A failed request to SGLang's router. The message names router and server."""

@@ -1,4 +1,4 @@
-"""The server's operations and their requests; `client` sends them."""
+"""The server's operations and their requests, which `client` sends."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ PROOF = replace(MODEL_INFO, path="weight_sync/proof")
 
 @dataclass(frozen=True)
 class Call:
-    """One operation with its arguments; `sent` is set when the request has left."""
+    """One operation with its arguments. `sent` is set when the request has left."""
 
     operation: Operation
     payload: Mapping[str, Any] | None = None
@@ -63,7 +63,7 @@ def release_memory(tags: Sequence[str]) -> Call:
 
 
 def resume_memory(tags: Sequence[str]) -> Call:
-    """Map the engine's memory of `tags` again; weights come back with undefined content."""
+    """Map the engine's memory of `tags` again. Weights come back with undefined content."""
     return Call(RESUME, {"tags": list(tags)})
 
 
@@ -80,8 +80,8 @@ def update_weights(
     Args:
         handles: one entry per TP rank, such as a session's descriptors.
         load_format: names the loader in the engine.
-        flush_cache: drop the prefix cache; fails while requests run.
-        weight_version: reported by `/model_info` from then on; None leaves it as it is.
+        flush_cache: drop the prefix cache, which fails while requests run.
+        weight_version: reported by `/model_info` from then on. None leaves it as it is.
         sent: see `Call`.
     """
     payload = {
@@ -102,7 +102,7 @@ def init_update_group(
     group_name: str,
     backend: str,
 ) -> Call:
-    """Have the engine's TP ranks join a process group; the reply comes when all have joined."""
+    """Add the engine's TP ranks to a process group. The reply comes when all have joined."""
     return Call(INIT_GROUP, locals())  # SGLang names its fields as the arguments above
 
 
@@ -113,12 +113,12 @@ def destroy_update_group(group_name: str) -> Call:
 def load_adapter(
     name: str, config: Mapping[str, Any], tensors: bytes, *, num_copies: int | None
 ) -> Call:
-    """Serve a LoRA adapter; SGLang refuses a name that it serves already.
+    """Serve a LoRA adapter. SGLang refuses a name that it serves already.
 
     Args:
         config: PEFT's `adapter_config.json`.
         tensors: pickled tensors by name, all of which every TP rank reads.
-        num_copies: send a copy for each TP rank; None: they share one (SGLang 0.5.14).
+        num_copies: send a copy for each TP rank. None: they share one (SGLang 0.5.14).
     """
     text = base64.b64encode(tensors).decode()
     copies: dict[str, Any] = (
@@ -135,15 +135,15 @@ def unload_adapter(name: str) -> Call:
 
 
 def model_info() -> Call:
-    """The model, and the version of its weights as `weight_version`."""
+    """Request the model, and the version of its weights as `weight_version`."""
     return Call(MODEL_INFO)
 
 
 def ask_for_proof() -> Call:
-    """Have the next sync proven; the reply is that of `last_proof`."""
+    """Request a proof of the next sync. The reply is that of `last_proof`."""
     return Call(PROVE)
 
 
 def last_proof() -> Call:
-    """The outcome of the last proof, by number, and whether a proof is asked for."""
+    """Request the outcome of the last proof, its number, and whether a proof is asked for."""
     return Call(PROOF)
