@@ -2,7 +2,7 @@
 
     python tools/plain_english.py                   # the paths of CLEAN
     python tools/plain_english.py plugins/a/b.py    # other files or folders
-    python tools/plain_english.py plugins/a/b.py    # other files or folders
+
 The rules:
 
 - The docstring of a function starts with an imperative verb. `tools/verbs.txt` lists the
