@@ -7,7 +7,8 @@ The rules:
 
 - The docstring of a function starts with an imperative verb. `tools/verbs.txt` lists the
   verbs: add one that is missing.
-- The docstring of a class or a property starts with a noun phrase, not with "Sends" or "How".
+- The docstring of a class, a property or a constant starts with a noun phrase, not with "Sends" or
+  "How".
 - No string literal has a semicolon: no docstring and no message. Code may have semicolons: text in
   backticks, and indented lines under a blank line.
 - README.md has at most 120 lines.
@@ -58,6 +59,9 @@ def problems_in(path: Path) -> Iterator[Problem]:
     for node in ast.walk(tree):
         if isinstance(node, Documented) and (text := _opening_problem(node)):
             yield Problem(path, node.body[0].lineno, text)
+    for line, docstring in _docstrings_of_constants(tree):
+        if text := _noun_phrase_problem("a constant's docstring", docstring):
+            yield Problem(path, line, text)
     for literal, text in _literals(tree):
         if _has_semicolon(text):
             yield Problem(path, literal.lineno, "semicolon: make two sentences, or use backticks")
@@ -74,13 +78,33 @@ def _opening_problem(node: Documented) -> str | None:
     docstring = ast.get_docstring(node)
     if not docstring:
         return None
-    match = re.match(r"[A-Za-z]+(-[a-z]+)*", docstring)
-    opening = match[0] if match else docstring.split(maxsplit=1)[0]
-    word = opening.lower()
     if isinstance(node, ast.ClassDef) or _is_property(node):
-        is_noun_phrase = not CLAUSES.fullmatch(word) and not _is_third_person(word)
-        return None if is_noun_phrase else f'{node.name} starts with "{opening}": no noun phrase'
-    return None if word in VERBS else f'{node.name} starts with "{opening}": not in tools/verbs.txt'
+        return _noun_phrase_problem(node.name, docstring)
+    opening = _opening(docstring)
+    is_verb = opening.lower() in VERBS
+    return None if is_verb else f'{node.name} starts with "{opening}": not in tools/verbs.txt'
+
+
+def _noun_phrase_problem(name: str, docstring: str) -> str | None:
+    opening = _opening(docstring)
+    word = opening.lower()
+    is_noun_phrase = not CLAUSES.fullmatch(word) and not _is_third_person(word)
+    return None if is_noun_phrase else f'{name} starts with "{opening}": no noun phrase'
+
+
+def _opening(docstring: str) -> str:
+    match = re.match(r"[A-Za-z]+(-[a-z]+)*", docstring)
+    return match[0] if match else docstring.split(maxsplit=1)[0]
+
+
+def _docstrings_of_constants(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the line and the text of each string that stands below an assignment."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef):
+            for statement, following in zip(node.body, node.body[1:], strict=False):
+                match statement, following:
+                    case ast.Assign() | ast.AnnAssign(), ast.Expr(ast.Constant(str(text))):
+                        yield following.lineno, text
 
 
 def _is_property(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:

@@ -29,13 +29,13 @@ from sglang_loader.common.ranks import Ranks, RanksFailed, Turn
 from sglang_loader.common.threads import in_thread
 
 AGREE_EVERY_S = 0.5
-"""How long a rank waits for its engine before it meets the other ranks, which may have failed."""
+"""Longest wait of a rank for its engine before it meets the other ranks, which may have failed."""
 MARGIN_S = 2.0
 """Added to the time limit, so that a rank can report a silent engine before the others time out."""
 INTERRUPT_S = 5.0
-"""How long an interrupted rank waits for the others, to end their sync, before it leaves."""
+"""Longest wait of an interrupted rank for the others, to end their sync, before it leaves."""
 ROLL_CALL_S = 2.0
-"""How long the survivors of a failed collective wait for each other's sign of life."""
+"""Longest wait of the survivors of a failed collective for each other's sign of life."""
 CONNECT_S = 60.0
 """Longest wait for the connection to another rank that is in the store."""
 STORE_LOST = "the rank that serves torch's store (rank 0 as a rule)"

@@ -37,14 +37,24 @@ def test_class_docstring_without_noun_is_found(problems, opening):
         'class Bucket:\n    """A run of tensors."""\n',
         'class Addresses:\n    """Process of the trainer."""\n',
         'class A:\n    @functools.cached_property\n    def b(self):\n        """The size."""\n',
+        'A = 1\n"""The size."""\n',
+        '"""Use `a; b` here."""\n',
+        '"""A module:\n\n    a = 1; b = 2\n\n    c = 3; d = 4\n\nIts end.\n"""\n',
+        'entity = "&lt;b"\n',
+        "a = 1  # a comment; it may\n",
     ],
 )
-def test_plain_docstrings_pass(problems, source):
+def test_plain_text_passes(problems, source):
     assert not problems(source)
 
 
 def test_property_docstring_with_clause_is_found(problems):
     assert problems('class A:\n    @property\n    def b(self):\n        """Where it is."""\n')
+
+
+def test_docstring_of_a_constant_with_clause_is_found(problems):
+    assert problems('LIMIT_S = 1.0\n"""How long to wait."""\n')
+    assert problems('class A:\n    b: int = 1\n    """What it is."""\n')
 
 
 @pytest.mark.parametrize(
@@ -61,19 +71,6 @@ def test_property_docstring_with_clause_is_found(problems):
 )
 def test_semicolons_in_text_are_found(problems, source):
     assert len(problems(source)) == 1
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        '"""Use `a; b` here."""\n',
-        '"""A module:\n\n    a = 1; b = 2\n\n    c = 3; d = 4\n\nIts end.\n"""\n',
-        'entity = "&lt;b"\n',
-        "a = 1  # a comment; it may\n",
-    ],
-)
-def test_semicolons_in_code_pass(problems, source):
-    assert not problems(source)
 
 
 def test_readme_of_121_lines_is_found(tmp_path):

@@ -149,7 +149,7 @@ def _dtype_of(_: type[torch.dtype], name: object) -> torch.dtype:
 
 
 Arrangements: TypeAlias = tuple[tuple[str, Arrangement | None], ...]
-"""For each bucket the digest of its layout and its arrangement, or None for a whole bucket."""
+"""The digest of each bucket's layout, and its arrangement, or None for a whole bucket."""
 
 
 def _dtype_name(dtype: object) -> str:

@@ -94,7 +94,7 @@ class Ranks:
     """
 
     name = "rank"
-    """What a rank is called in messages."""
+    """The word for a rank in messages."""
 
     def __init__(self) -> None:
         self._stage = 0  # number of outermost stages that this rank has left

@@ -16,7 +16,7 @@ Cost = dict[str, float]
 "host_bytes" that the host holds for the tag afterwards."""
 
 StageCosts = dict[str, dict[str, list[float]]]
-"""By tag and by key of `Cost`, a list by TP rank. Tags that needed no work are left out."""
+"""A list by TP rank, by tag and by key of `Cost`. Tags that needed no work are left out."""
 
 
 def by_rank(costs: Sequence[Mapping[str, Cost]]) -> StageCosts:

@@ -40,7 +40,7 @@ from sglang_loader.session.recording import PlanRecorder, contents_of
 logger = logging.getLogger(__name__)
 
 MAX_RECORDINGS = 3
-"""Plans made in a row without one sync replayed in full. After these, eager syncs lie between."""
+"""Most plans made in a row without one sync replayed in full. Then eager syncs lie between."""
 
 MAX_SYNCS_APART = 64
 """Eager syncs between two recordings: 1, then 2, 4, 8 and so on, up to this many."""

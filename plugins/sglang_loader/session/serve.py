@@ -47,7 +47,7 @@ Message = TypeVar("Message", bound=FromTrainer)
 HANDSHAKE_TIMEOUT_S = 120.0  # the trainer opens sessions with all replicas before it answers
 POLL_S = 0.0001
 GROUP_GRACE_S = 5.0
-"""In a group the engine waits this much longer than the trainer, which can name the late rank."""
+"""Seconds that an engine waits longer than the trainer in a group, as that names the late rank."""
 NUM_DESCRIPTORS = 1024
 """Number of descriptors that are kept. A request with one of these descriptors is refused."""
 

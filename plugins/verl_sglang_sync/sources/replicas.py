@@ -34,7 +34,7 @@ from verl_sglang_sync.sources.snapshot import memory_of
 Ranks = tuple[int, ...]
 
 Digests = dict[Ranks, list[tuple[str, tuple[int, ...]]]]
-"""Names of parameters and the digests of this rank's shards, by the shards' holders."""
+"""The names of parameters and the digests of this rank's shards, by the shards' holders."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ from verl_sglang_sync.sources.bucket_cutter import Bucket
 
 MEET_TIMEOUT_S = 120.0
 GIVE_UP_S = 5.0
-"""How long a failed sync waits for the replies, so that the engines are done when ranks leave."""
+"""Longest wait of a failed sync for the replies, so that engines are done when ranks leave."""
 MAY_BE_INCOMPLETE = "the engine's weights may be incomplete"
 MAY_SERVE = "the engine may serve the new weights already"
 

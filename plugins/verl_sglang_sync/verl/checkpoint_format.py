@@ -46,7 +46,7 @@ _REARRANGE = frozenset(
         "Transpose",
     )
 )
-"""Names of transformers' operations that only rearrange a known number of tensors when they save.
+"""The names of transformers' operations that only rearrange a known number of tensors in a save.
 Names, because not every release of transformers has all operations."""
 
 

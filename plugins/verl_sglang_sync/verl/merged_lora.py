@@ -39,11 +39,11 @@ KNOWN = {
     for layer in ("Linear", "Embedding", "Conv1d", "Conv2d", "Conv3d")
     for name in ("peft.tuners.lora.layer.{}", "peft.tuners.lora.variants.Dora{}Variant")
 }
-"""Names of classes of LoRA layers and variants whose merge changes only the layer's own weight and
-bias. Names, because not every release of PEFT has all classes."""
+"""The names of classes of LoRA layers and variants whose merge changes only the layer's own weight
+and bias. Names, because not every release of PEFT has all classes."""
 FUSED_EXPERTS = {"peft.tuners.lora.layer.ParamWrapper"}
-"""Names of further such classes, only with FSDP2. PEFT wraps a module of fused experts once for
-each of the module's parameters."""
+"""The names of further such classes, only with FSDP2. PEFT wraps a module of fused experts once
+for each of the module's parameters."""
 
 Layers = dict[str, tuple[Any, dict[str, str]]]
 """The LoRA layer of each key of the model's state, and the keys of all parameters of this layer, by
