@@ -23,6 +23,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 
 import torch
 
@@ -408,7 +409,7 @@ class WeightSync:
         self, engines: Sequence[EngineRank], loaded: Sequence[Loaded], report: SyncReport
     ) -> None:
         if loaded:
-            least = min(loaded, key=_num_replayed)
+            least = min(loaded, key=attrgetter("num_replayed"))
             report.num_replayed, report.num_eager = least.num_replayed, least.num_eager
             report.eager_reason, report.engine_seconds = least.reason, least.seconds
         for engine, outcome in zip(engines, loaded, strict=True):
@@ -453,10 +454,6 @@ class WeightSync:
             self._ring.free()
         if self._device.type == "cuda":
             torch.cuda.ipc_collect()  # what the engine has let go of
-
-
-def _num_replayed(outcome: Loaded) -> int:
-    return outcome.num_replayed
 
 
 def _without_report(task: SyncTask) -> SyncTask:
