@@ -23,7 +23,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 Item = TypeVar("Item")
@@ -81,7 +81,7 @@ class Turn:
     stage: int
     item: Any = None
     failure: str | None = None
-    same: object = field(default=None)
+    same: object = None
 
 
 class Ranks:
@@ -130,7 +130,7 @@ class Ranks:
             The part's result and None, or None and the reasons of the ranks that failed.
         """
         result, own = attempt(work, *final, passing=passing)
-        reason = self.joined(self.gather(own))
+        reason = self.common_reason(own)
         return (result, None) if reason is None else (None, reason)
 
     def poll(
@@ -206,8 +206,9 @@ class Ranks:
                 raise
             raise interrupted.__cause__ from None
 
-    def joined(self, reasons: Sequence[Reason | None]) -> Reason | None:
+    def common_reason(self, own: Reason | None) -> Reason | None:
         """Return the reasons of all ranks as one, or None if no rank has any."""
+        reasons = self.gather(own)
         texts = [f"{self.name} {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]
         is_final = any(reason is not None and reason.is_final for reason in reasons)
         return Reason("\n".join(texts), is_final) if texts else None

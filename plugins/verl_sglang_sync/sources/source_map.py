@@ -131,7 +131,7 @@ class SourceMap:
             self._trace, reason = attempt(
                 partial(self._make_trace, export), NotTraceable, passing=(SourcesChanged,)
             )
-        reason = self._ranks.joined(self._ranks.gather(reason)) or self._merge()
+        reason = self._ranks.common_reason(reason) or self._merge()
         if reason is not None:
             self._trace = None
             self.off_reason = reason if reason.is_final else None

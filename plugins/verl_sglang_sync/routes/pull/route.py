@@ -156,14 +156,14 @@ class Pull(Route):
         self._num_readers, self._own_readers = sum(nums), range(first, first + len(sync.loaded))
         self._prepared_for = self._readers()
         own = self._difference(sync) or self._plan_reads()
-        reason = self._ranks.joined(self._ranks.gather(own))
+        reason = self._ranks.common_reason(own)
         return self._conclude(reason or self._locate(weights, shares=False))
 
     def recover(self, cause: BaseException | None, weights: Iterable[NamedTensor]) -> Recovery:
         cannot_map = None
         if isinstance(cause, EngineCannotMap):
             cannot_map = Reason(str(cause), is_final=True)
-        if (agreed := self._ranks.joined(self._ranks.gather(cannot_map))) is not None:
+        if (agreed := self._ranks.common_reason(cannot_map)) is not None:
             self.refuse(agreed)
             return Recovery.EXPORT
         has_moved = cause is None or isinstance(cause, SourcesChanged | BlockNotMapped)

@@ -200,7 +200,7 @@ class ShardRoute(Route):
 
             self._plan, reason = attempt(make)
             self._prepared_for = self._readers()
-        agreed = self._ranks.joined(self._ranks.gather(reason))
+        agreed = self._ranks.common_reason(reason)
         if agreed is not None:
             self._plan = None
         return agreed
