@@ -100,7 +100,6 @@ class WeightSyncConfig:
     request_timeout_s: Seconds = 600.0
     timeouts_s: Mapping[str, float] = field(default_factory=dict)
     report_file: FilePath = None
-    host_backup: HostBackup = "auto"
     release_cuda_graphs: bool = False
     stale_requests_timeout_s: SecondsOrZero = STALE_REQUESTS_TIMEOUT_S
     router_url: str | None = None
@@ -120,10 +119,10 @@ class WeightSyncConfig:
         return self.mode == "compiled"
 
     @property
-    def effective_host_backup(self) -> HostBackup:
-        """The host backup that applies in this mode."""
+    def host_backup(self) -> HostBackup:
+        """The part of the weights that the host keeps while the weights are released."""
         # "auto" needs a load plan: only a plan shows what a sync rewrites.
-        return "on" if self.host_backup == "auto" and not self.uses_plan else self.host_backup
+        return "auto" if self.uses_plan else "on"
 
     @property
     def syncs_draft(self) -> bool:
@@ -188,11 +187,12 @@ REMOVED_KEYS = {
     "sleep_order": "use release_cuda_graphs=true, with which CUDA graphs sleep too",
     "wake_order": "use release_cuda_graphs=true, with which CUDA graphs sleep too",
     "keep_staging_buffers": "staging buffers are freed after each sync",
+    "host_backup": "mode=flattened keeps all weights on the host, and mode=compiled those that no "
+    "sync is proven to rewrite",
     "stale_requests": "use stale_requests_timeout_s, where 0 refuses a request at once",
 }
 """Keys of earlier releases, and advice for each."""
 REMOVED_VALUES = {
-    ("host_backup", "off"): "use auto, which keeps what no sync is proven to rewrite",
     ("manifest_check", "warn"): "use error, or off to publish without a check",
 }
 """Values of earlier releases, and advice for each."""
@@ -204,7 +204,7 @@ PRESET_KEYS = [
     if setting.name not in (*COMPILED_KEYS, *VERL_KEYS)
 ]
 _TYPES = get_type_hints(WeightSyncConfig, include_extras=True)
-_YAML_WORDS = {"host_backup": {True: "on", False: "off"}, "manifest_check": {False: "off"}}
+_YAML_WORDS = {"manifest_check": {False: "off"}}
 """Words of settings that YAML 1.1 reads as true or false."""
 
 

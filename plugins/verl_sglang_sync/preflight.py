@@ -238,7 +238,7 @@ _NO_GRAPHS_TO_RELEASE = (
 )
 
 
-SLEEP_KEYS = ("host_backup", "release_cuda_graphs")
+SLEEP_KEYS = ("release_cuda_graphs",)
 """Keys that apply only to engines whose weights sleep."""
 
 SYNC_KEYS = (

@@ -114,9 +114,8 @@ class SyncReport:
         if self.num_replayed and self._kept_on_host > MAX_KEPT:
             warn_once(
                 f"weight sync: the engine copies {self._kept_on_host:.0%} of its weights to the "
-                "host when it sleeps, which takes time and host memory. With host_backup=on it "
-                "copies all weights, with host_backup=auto those that the load plan does not "
-                "rewrite, such as a draft model"
+                "host when it sleeps, which takes time and host memory. The load plan does not "
+                "rewrite these weights, such as a draft model, or SGLang itself copies all weights"
             )
         if self.eager_reason not in (None, MAKING_PLAN):
             warn_once(

@@ -25,7 +25,7 @@ from verl_sglang_sync.verl.upstream import fields
 ALWAYS = {
     "custom_weight_loader": "the recipe's loaders stay, ours and verl's come after them",
     "enable_weights_cpu_backup": "verl switches it on for every hybrid replica; "
-    "+weight_sync's host_backup decides what a release really keeps",
+    "the mode of +weight_sync decides what a release really keeps",
 }
 WITH_TWO_NODES = {"dist_init_addr": "verl gives all nodes the address of the first"}
 WITH_EVERYTHING = {

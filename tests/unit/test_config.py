@@ -94,7 +94,7 @@ IN_SECTION = {  # key: values, and what is allowed
     "timeouts_s.updates": ((5,), f"unknown operation, allowed: {OPERATIONS}"),
     "timeouts_s": ((5,), f"expected seconds by operation: {OPERATIONS}"),
     "report_file": (("", 3, False), "expected a file path or null"),
-    "host_backup": (("Auto", "", None, 1), "allowed: auto, on"),
+    "host_backup": (("on", "auto", True), "removed (mode=flattened keeps all weights on the host"),
     "release_cuda_graphs": ((1, "true", None), "allowed: true, false"),
     "sleep_order": (([],), "this key was removed (use release_cuda_graphs=true"),
     "wake_order": (("weights",), "this key was removed (use release_cuda_graphs=true"),
@@ -208,9 +208,7 @@ def test_a_preset_changes_nothing_else_of_the_recipe(recipes, preset):
     assert with_preset == without
 
 
-def test_on_and_off_are_read_also_where_yaml_makes_them_booleans():
-    config = rollout(custom__weight_sync__host_backup=True)
-    assert WeightSyncConfig.from_rollout(config).host_backup == "on"
+def test_off_is_read_also_where_yaml_makes_it_false():
     config = rollout(custom__weight_sync__manifest_check=False)
     assert WeightSyncConfig.from_rollout(config).manifest_check == "off"
 
@@ -223,6 +221,13 @@ def test_a_value_that_was_removed_names_what_replaces_it(key, value):
         WeightSyncConfig.from_rollout(config)
 
 
-def test_off_is_a_removed_value_also_where_yaml_makes_it_a_boolean():
-    with pytest.raises(ValueError, match="host_backup='off': this value was removed"):
-        WeightSyncConfig.from_rollout(rollout(custom__weight_sync__host_backup=False))
+def test_the_host_keeps_less_only_with_a_load_plan(recipes):
+    def host_backup(preset):
+        return WeightSyncConfig.from_rollout(recipes[preset].actor_rollout_ref.rollout).host_backup
+
+    kept = {preset: host_backup(preset) for preset in (*MODES, "disaggregated")}
+    assert kept == {"flattened": "on", "compiled": "auto", "disaggregated": "auto"}
+
+
+def test_there_are_at_most_twelve_settings():
+    assert len(ALL_KEYS) <= 12

@@ -92,7 +92,8 @@ class TestRecipe:
             ([*presets.USUAL, "+weight_sync=fastest"], ("find 'weight_sync/fastest'",)),
             (["actor_rollout_ref.rollut=1"], ("actor_rollout_ref.rollut",)),
             ([*COMPILED, f"{SECTION}.bukket=1"], ("bukket",)),
-            ([*COMPILED, f"{SECTION}.host_backup=1"], ("host_backup=1: allowed",)),
+            ([*COMPILED, f"{SECTION}.on_fallback=1"], ("on_fallback=1: allowed",)),
+            ([*COMPILED, f"+{SECTION}.host_backup=on"], ("host_backup='on': this key was",)),
             ([*COMPILED, "trainer.nnodes=two"], ("trainer.nnodes='two': expected a whole",)),
             ([*COMPILED, "trainer.n_gpus_per_node=0"], ("n_gpus_per_node=0: expected a whole",)),
             (

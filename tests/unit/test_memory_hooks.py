@@ -431,5 +431,5 @@ def test_memory_that_is_not_found_after_loading_is_an_error(monkeypatch):
     """Neither SGLang nor we would save it."""
     runner = Runner()
     monkeypatch.setenv(HOST_BACKUP_VARIABLE, "auto")
-    with pytest.raises(RuntimeError, match="host_backup=on"):
+    with pytest.raises(RuntimeError, match=r"Use \+weight_sync=flattened"):
         hooks.load_model(Runner.load, runner)

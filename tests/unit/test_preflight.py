@@ -239,7 +239,6 @@ OTHER_VALUES = {
     "request_timeout_s": 5.0,
     "timeouts_s": {"update": 5.0},
     "report_file": "syncs.jsonl",
-    "host_backup": "on",
     "release_cuda_graphs": True,
     "stale_requests_timeout_s": 5.0,
     "router_url": "http://router:1",
@@ -249,7 +248,7 @@ OTHER_VALUES = {
     "on_fallback": "error",
     "routes": [],
 }
-SLEEP = {"host_backup", "release_cuda_graphs"}
+SLEEP = {"release_cuda_graphs"}
 SYNC = {
     *("timeouts_s", "manifest_check", "prove_every_n_syncs", "on_fallback"),
     "routes",
@@ -311,7 +310,7 @@ def test_a_compiled_recipe_may_run_flattened(recipe, caplog):
 
 
 def test_keys_that_do_nothing_are_one_remark(recipe, caplog):
-    keys = {"host_backup": "on", "release_cuda_graphs": True, "draft_weights": "synced"}
+    keys = {"release_cuda_graphs": True, "draft_weights": "synced"}
     asleep = {f"{ROLLOUT}.free_cache_engine": False}
     changes = asleep | {f"{SECTION}.{key}": value for key, value in keys.items()}
     with caplog.at_level(logging.WARNING, logger="verl_sglang_sync"):

@@ -12,7 +12,8 @@ The hooks change SGLang's behaviour for servers that were launched with our load
 - SGLang runs requests although their memory is released. Here `hooks.request_gate` holds them back.
 - One more tag stands for no memory, but for the requests (`REQUESTS_TAG`).
 - SGLang releases the tags of a request in its own order. Here the request has the order.
-- SGLang copies all weights to the host before a release. Here `host_backup` decides.
+- SGLang copies all weights to the host before a release. In mode compiled `host_backup/` copies
+  only what no sync is proven to rewrite.
 """
 
 from __future__ import annotations
@@ -80,8 +81,7 @@ def load_model(original: Original, runner: Any) -> None:
     policy = requested_host_backup()
     reason = None if policy == "on" else stock_backup_reason(runner, enumeration_problem())
     if reason is not None:
-        text = "host_backup=%s has no effect, SGLang decides which weights the host keeps: %s"
-        logger.info(text, policy, reason)
+        logger.info("SGLang itself decides which weights the host keeps: %s", reason)
         policy = "on"
     with nullcontext() if policy == "on" else without_cpu_backup(runner):
         original(runner)
@@ -91,7 +91,7 @@ def load_model(original: Original, runner: Any) -> None:
         return
     if policy != "on":
         size = num_bytes(under_weights_tag(runner.model).ranges)
-        logger.info("host_backup=%s: %.1f MB of weights", policy, size / 1e6)
+        logger.info("%.1f MB of weights are under the tag of the weights", size / 1e6)
     create_backup(runner.model, policy, under_weights_tag)
 
 

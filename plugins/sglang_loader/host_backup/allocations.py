@@ -48,7 +48,8 @@ def under_weights_tag(model: nn.Module) -> Allocations:
     if not any(a <= p.data_ptr() < b for p in model.parameters() for a, b in spans):
         raise RuntimeError(
             "the memory under the tag 'weights' was not found in the memory saver's pools, so it "
-            "cannot be saved before a release. Launch with weight_sync.host_backup=on"
+            "cannot be saved before a release. Use +weight_sync=flattened, with which SGLang saves "
+            "all weights itself"
         )
     return Allocations(device, ranges)
 

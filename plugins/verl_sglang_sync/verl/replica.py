@@ -64,7 +64,7 @@ class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
         self._register_loaders()
         settings = self._settings
         # SGLang's processes inherit these.
-        os.environ[HOST_BACKUP_VARIABLE] = settings.effective_host_backup
+        os.environ[HOST_BACKUP_VARIABLE] = settings.host_backup
         os.environ[STALE_REQUESTS_VARIABLE] = str(settings.stale_requests_timeout_s)
         if settings.release_cuda_graphs:
             os.environ[GRAPHS_VARIABLE] = "true"

@@ -161,7 +161,7 @@ def sentences(config: DictConfig, settings: WeightSyncConfig, machine: Machine) 
         yield "Nothing sleeps: the CPU engine keeps its memory"
     elif config.actor_rollout_ref.hybrid_engine:
         order, staged = settings.stages, settings.multi_stage_wake_up
-        host = ON_THE_HOST[settings.effective_host_backup]
+        host = ON_THE_HOST[settings.host_backup]
         yield f"Sleep releases {', '.join(order.sleep)}, and the host keeps {host}"
         # Without stages all memory is resumed before the sync.
         wake = order.wake if staged else (*order.before_sync, *order.after_sync, "sync")
