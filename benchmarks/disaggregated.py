@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PATHS = [str(path) for path in (ROOT, ROOT / "tests", ROOT / "plugins")]
+PATHS = [str(path) for path in (ROOT, ROOT / "tests", ROOT / "recipes", ROOT / "plugins")]
 sys.path[:0] = PATHS
 
 from benchmarks.arm import Setting  # noqa: E402

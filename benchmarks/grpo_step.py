@@ -159,7 +159,7 @@ def run_arm(
         "HF_HUB_OFFLINE": "1",
     }
     if module := stand_in(recipe):
-        found = (str(ROOT / "tests"), os.environ.get("PYTHONPATH"))
+        found = (str(ROOT / "tests"), str(ROOT / "recipes"), os.environ.get("PYTHONPATH"))
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, found))
         environment["VERL_USE_EXTERNAL_MODULES"] = module
     report = "actor_rollout_ref.rollout.custom.weight_sync.report_file"

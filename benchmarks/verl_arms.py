@@ -55,10 +55,10 @@ def main() -> None:
     setting, rows = Setting.from_json(sys.argv[1]), Path(sys.argv[2])
     arms, servers = json.loads(sys.argv[3]), json.loads(sys.argv[4])
     if setting.device == "cpu":
-        os.environ["VERL_PLATFORM"] = "cpu"
+        os.environ.update(VERL_PLATFORM="cpu", VERL_USE_EXTERNAL_MODULES="cpu_platform")
     import ray
 
-    import verl_sglang_sync.verl_plugin  # noqa: F401  registers our backend, and verl's CPU platform
+    import verl_sglang_sync.verl_plugin  # noqa: F401  registers our backend
 
     ray.init(num_cpus=1, num_gpus=0, include_dashboard=False, log_to_driver=True)
     try:

@@ -14,7 +14,10 @@ WORKERS=${WORKERS:-1} # trainer processes; replicas = WORKERS / ROLLOUT_TP
 ROLLOUT_TP=${ROLLOUT_TP:-1}
 WEIGHT_SYNC=${WEIGHT_SYNC-compiled} # empty: verl's own sync
 
+# verl imports cpu_platform.py of this folder in all its processes.
 export VERL_PLATFORM=cpu
+export VERL_USE_EXTERNAL_MODULES="cpu_platform${VERL_USE_EXTERNAL_MODULES:+,$VERL_USE_EXTERNAL_MODULES}"
+export PYTHONPATH="$HERE${PYTHONPATH:+:$PYTHONPATH}"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0
 

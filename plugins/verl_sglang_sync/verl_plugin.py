@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -13,11 +12,6 @@ ROLLOUT_CLASS = "verl_sglang_sync.verl.rollout.WeightSyncRollout"
 
 def register() -> None:
     """Put our classes into verl's registries. Without a preset they behave as verl's own."""
-    if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
-        from verl_sglang_sync.verl import cpu_platform
-
-        cpu_platform.install()
-
     import verl.utils.config
     from verl.workers.rollout import base, replica
 

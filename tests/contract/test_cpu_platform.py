@@ -1,6 +1,7 @@
 """All that the installed verl uses of its device module and platform is there on a CPU, too."""
 
 import ast
+import sys
 from functools import cache
 from importlib.util import find_spec
 from operator import attrgetter
@@ -9,8 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cpu_platform import CpuPlatform
 
-from verl_sglang_sync.verl.cpu_platform import CpuPlatform
+from support.forks import python_path
+from support.processes import run_process
 
 
 class Uses(ast.NodeVisitor):
@@ -123,3 +126,19 @@ def test_the_memory_is_the_machines():
     assert 0 < free <= total == device.get_device_properties("cpu").total_memory
     with pytest.raises(RuntimeError, match="only a GPU's allocator has a memory history"):
         device.memory._dump_snapshot("x.pickle")
+
+
+PRINT_PLATFORM = "import verl.plugin.platform as p; print(p.PlatformRegistry.registered_names())"
+
+
+@pytest.mark.parametrize(
+    ("platform", "module", "registered"),
+    [("", "", False), ("", "cpu_platform", False), ("cpu", "cpu_platform", True)],
+)
+def test_verl_gets_the_platform_if_variables_name_it(platform, module, registered, tmp_path):
+    environment = {"PYTHONPATH": python_path(), "VERL_PLATFORM": platform}
+    environment["VERL_USE_EXTERNAL_MODULES"] = module
+    command = (sys.executable, "-c", PRINT_PLATFORM)
+    ended = run_process(*command, cwd=tmp_path, environment=environment)
+    assert ended.returncode == 0, ended.stderr
+    assert ("'cpu'" in ended.stdout.splitlines()[-1]) == registered

@@ -129,7 +129,7 @@ def _readable(payload):
 
 @pytest.fixture(autouse=True)
 def cpu(monkeypatch):
-    """CPU tensors cross processes by name; see `cpu_platform`."""
+    """CPU tensors cross processes by name; see `bench.cpu_tensors`."""
     from torch.multiprocessing import get_sharing_strategy, reductions, set_sharing_strategy
 
     before = get_sharing_strategy()

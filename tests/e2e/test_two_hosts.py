@@ -77,7 +77,7 @@ class Launched:
         host = self.hosts[number]
         process = Remote(
             partial(make_server, host.address, kwargs),
-            environment={**environment("cpu", 2), "VERL_PLATFORM": "cpu", **host.environment},
+            environment={**environment("cpu", 2), **host.environment},
             log=self.folder / f"actor{number}.log",
             command=host.prefix,
         )

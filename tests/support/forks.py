@@ -28,6 +28,7 @@ RECIPES = str(Path(TESTS).parent / "recipes")
 CPU_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VERL_PLATFORM": "cpu",
+    "VERL_USE_EXTERNAL_MODULES": "cpu_platform",  # in recipes/
     "SGLANG_USE_CPU_ENGINE": "1",
     "SGLANG_NCCL_SO_PATH": "/nonexistent",
     "TORCHDYNAMO_DISABLE": "1",

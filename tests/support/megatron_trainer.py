@@ -23,7 +23,7 @@ from support.megatron_cpu import (
     stand_in_for_cuda,
 )
 
-ENVIRONMENT = {"VERL_PLATFORM": "cpu"}
+ENVIRONMENT = {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "cpu_platform"}
 """Of a trainer rank's process, before it imports verl."""
 
 

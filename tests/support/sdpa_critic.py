@@ -3,6 +3,6 @@
 verl imports this module in all its processes where `VERL_USE_EXTERNAL_MODULES` names it.
 """
 
-from verl_sglang_sync.verl.cpu_platform import load_critics_without_flash_attention
+from cpu_platform import load_critics_without_flash_attention
 
 load_critics_without_flash_attention()

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from verl_sglang_sync.commands.bench.cpu_tensors import share_tensors_by_name
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.server_client.client import SGLangServerClient
 from verl_sglang_sync.ranks import TrainerRanks
@@ -81,11 +82,8 @@ class NativeManager:
         from torch.distributed.device_mesh import init_device_mesh
         from verl.workers.rollout.sglang_rollout.http_server_engine import AsyncHttpServerAdapter
 
-        # In a training verl's CPU platform does this.
         if os.environ.get("SGLANG_USE_CPU_ENGINE"):
-            from verl_sglang_sync.verl.cpu_platform import _share_tensors_by_name
-
-            _share_tensors_by_name()
+            share_tensors_by_name()
         self._mesh = mesh or init_device_mesh("cpu", (1,), mesh_dim_names=("infer_tp",))
         self._engine: Any = None
         if url is not None:

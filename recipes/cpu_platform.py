@@ -1,8 +1,9 @@
-"""A platform of verl for machines without a GPU: `VERL_PLATFORM=cpu` runs trainer and engine on
-CPUs.
+"""A platform of verl for machines without a GPU: trainer and engine run on CPUs.
 
-The platform is slow, and meant for development, tests and the quickstart. Without that variable
-this module is not imported, because entry points load on GPU hosts, too.
+    VERL_PLATFORM=cpu VERL_USE_EXTERNAL_MODULES=cpu_platform PYTHONPATH=recipes python -m ...
+
+verl imports this module in every process that imports verl. The platform is slow, and meant for
+the quickstart, for tests and for development.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any
 import psutil
 import torch
 from verl.plugin.platform import PlatformBase, PlatformRegistry
+
+from verl_sglang_sync.commands.bench.cpu_tensors import share_tensors_by_name
 
 ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
@@ -75,7 +78,7 @@ def _no_memory_history(*_args: Any, **_kwargs: Any) -> None:
 HISTORY = ("_record_memory_history", "_snapshot", "_dump_snapshot")
 
 
-class CpuPlatform(PlatformBase):  # type: ignore[misc]
+class CpuPlatform(PlatformBase):
     """verl's platform interface on a CPU. One process stands for one "GPU" of Ray's."""
 
     device_name = "cpu"
@@ -147,7 +150,7 @@ def install() -> None:
     PlatformRegistry.register(platform="cpu")(CpuPlatform)
     _use_plain_gloo()
     load_critics_without_flash_attention()
-    _share_tensors_by_name()
+    share_tensors_by_name()
 
 
 def _use_plain_gloo() -> None:
@@ -184,13 +187,5 @@ def load_critics_without_flash_attention() -> None:
     verl.utils.model.load_valuehead_model = load_valuehead_model
 
 
-def _share_tensors_by_name() -> None:
-    """Make this process's CPU tensors mappable by SGLang's scheduler, a process of another tree."""
-    from torch.multiprocessing import reductions, set_sharing_strategy
-
-    # torch's default strategy passes file descriptors, guarded by a key of the process tree. Named
-    # shared memory has no such limit.
-    set_sharing_strategy("file_system")
-    # SGLang's patch of torch's reductions rewrites a tensor's device index, which CPU tensors lack.
-    # SGLang leaves torch alone if the attribute exists that marks its patch.
-    reductions._reduce_tensor_original = reductions.reduce_tensor  # type: ignore[attr-defined]
+if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
+    install()
