@@ -129,7 +129,7 @@ class Beside(TrainerRanks):
 @pytest.mark.parametrize("there", (True, False))
 def test_ranks_agree_to_prove_where_all_can(here, there):
     sessions = Sessions(Beside(there), SETTINGS, SyncReport(mode="compiled", replica=0))
-    assert sessions.meet(can_prove=here) == (here and there)
+    assert sessions.wait_joined(can_prove=here) == (here and there)
     assert not sessions.asks_for_proof
 
 

@@ -73,7 +73,7 @@ class Trainer:
                         arrangements="",
                         wants_proof=False,
                     )
-                    assert opened.greet(Mock(), wait_s=5)
+                    assert opened.accept(Mock(), wait_s=5)
                 handles = {}
                 for block in blocks:
                     handles[block], self.number = handle(self.number), self.number + 1

@@ -199,12 +199,12 @@ def test_an_engine_whose_greeting_is_refused_is_told_at_once(invited):
     engine.begin("0" * 32, timeout_s=20)
     engine.send(wire.Hello, **HELLO)
     with pytest.raises(SessionError, match="wrong token"):
-        session.greet(lambda: None, wait_s=5)
+        session.accept(lambda: None, wait_s=5)
     started = time.monotonic()
-    session.abort("the greeting was refused", lambda: None)
+    session.abort("the Hello was refused", lambda: None)
     assert time.monotonic() - started < 1
     engine.begin(token, timeout_s=20)
-    assert engine.receive().reason == "the greeting was refused"
+    assert engine.receive().reason == "the Hello was refused"
 
 
 def test_nobody_is_waited_for_who_was_not_asked(invited):

@@ -123,15 +123,15 @@ def trainer():
 
 
 def joined(trainer, model=None, **options):
-    """An engine that serves the model, or one of all weights, and has met the trainer."""
+    """An engine that serves the model, or one of all weights, and has joined the trainer."""
     engine = Engine(trainer.descriptor, model or model_of(WEIGHTS), **options)
     engine.start()
-    meet(trainer)
+    accept(trainer)
     return engine
 
 
-def meet(trainer):
-    while not trainer.greet(lambda: None, wait_s=0.1):
+def accept(trainer):
+    while not trainer.accept(lambda: None, wait_s=0.1):
         pass
 
 
@@ -278,9 +278,9 @@ def test_what_must_be_done_before_ends_the_session_before_the_first_byte(event, 
     refuse = refusing("requests are running")
     engine = Engine(trainer.descriptor, model_of(WEIGHTS), after_join=refuse)
     engine.start()
-    engine.join()  # the trainer greets too late: what was said is heard all the same
+    engine.join()  # the trainer accepts too late: what was said is heard all the same
     with pytest.raises(EngineFailed, match="requests are running"):
-        meet(trainer)
+        accept(trainer)
         send_all(trainer, ring)
         wait_until_done(trainer, 1)
     check_not_served(engine, "requests are running")

@@ -2,7 +2,7 @@
 
 with TrainerSession(sockets, settings, names) as session:
     ...                                   # session.descriptor goes with the HTTP request
-    while not session.greet(watch, wait_s=1): ...
+    while not session.accept(watch, wait_s=1): ...
     slot = session.map_buffer(storage, keep=False)
     session.load(0, bucket, encode_pieces([BucketPiece(slot, 0, 0, nbytes)]), read_only=False)
     session.finish(num_buckets=1, num_tensors=3, arrangements=None)
@@ -173,7 +173,7 @@ class TrainerSession:
         self.plan = self.arrangements = ""
         self.wants_proof = False
 
-    def greet(self, watch: Callable[[], None], *, wait_s: float) -> bool:
+    def accept(self, watch: Callable[[], None], *, wait_s: float) -> bool:
         """Exchange Hello and Welcome with the engine.
 
         Args:
@@ -276,7 +276,7 @@ class TrainerSession:
         Raises:
             EngineFailed: with the engine's traceback.
             SessionError: the engine is gone or broke the protocol.
-            Exception: what the watch of `greet` or `commit` raised.
+            Exception: what the watch of `accept` or `commit` raised.
         """
         while self._channel.wait(0.0, self._watch):
             message = self._next()
@@ -300,7 +300,7 @@ class TrainerSession:
         """Publish the weights, after all engine ranks have read all buckets.
 
         Args:
-            watch: replaces that of `greet`: from now on a good reply may come at any time.
+            watch: replaces that of `accept`: from now on a good reply may come at any time.
             is_last: False: no request may run until the sync's next session has ended.
         """
         self._watch, self._has_committed = watch, True

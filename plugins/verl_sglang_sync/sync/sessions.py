@@ -2,7 +2,7 @@
 
 sessions = Sessions(ranks, settings, report)
 delivery = engines.open(stack, sessions.engines, task, proof)   # the requests have left
-sessions.meet(can_prove=True)                # all ranks: every engine rank has joined
+sessions.wait_joined(can_prove=True)         # all ranks: every engine rank has joined
 sessions.check_plans(source, proves=False)   # with what the way was proven with
 sessions.send(source, delivery)              # each rank at its own pace
 sessions.finish(source, meanwhile)           # its engine ranks have read all
@@ -39,7 +39,7 @@ from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.route import Delivery, SyncSource
 from verl_sglang_sync.sources.bucket_cutter import Bucket
 
-MEET_TIMEOUT_S = 120.0
+JOIN_TIMEOUT_S = 120.0
 GIVE_UP_S = 5.0
 """Longest wait of a failed sync for the replies, so that engines are done when ranks leave."""
 MAY_BE_INCOMPLETE = "the engine's weights may be incomplete"
@@ -149,7 +149,7 @@ class Sessions:
         """The requests that opened these sessions."""
         return list(dict.fromkeys(engine.request for engine in self.engines))
 
-    def meet(self, *, can_prove: bool) -> bool:
+    def wait_joined(self, *, can_prove: bool) -> bool:
         """Wait until the engine ranks of all ranks have joined their sessions.
 
         Args:
@@ -158,18 +158,18 @@ class Sessions:
         Returns:
             True if a user has asked an engine for a proof, and all ranks can make it.
         """
-        limit_s = min(MEET_TIMEOUT_S, self.settings.request_timeout_s)
-        deadline, unmet = time.monotonic() + limit_s, list(self.engines)
+        limit_s = min(JOIN_TIMEOUT_S, self.settings.request_timeout_s)
+        deadline, unjoined = time.monotonic() + limit_s, list(self.engines)
 
         def join() -> tuple[bool, bool] | None:
-            while unmet:
-                engine = unmet[0]
+            while unjoined:
+                engine = unjoined[0]
                 with engine.naming_errors():
-                    if not engine.session.greet(engine.request.check, wait_s=AGREE_EVERY_S):
+                    if not engine.session.accept(engine.request.check, wait_s=AGREE_EVERY_S):
                         if time.monotonic() > deadline:
                             raise PeerLost(f"the engine did not join within {limit_s:g} s")
                         return None
-                unmet.pop(0)
+                unjoined.pop(0)
             for request in self.requests:
                 request.check()
             return self.asks_for_proof, can_prove

@@ -326,7 +326,7 @@ class WeightSync:
                         source.start()
                         with report.stage("open"):
                             can_prove = is_repeatable(weights)
-                            wants_proof = sessions.meet(can_prove=can_prove)
+                            wants_proof = sessions.wait_joined(can_prove=can_prove)
                         if sessions.asks_for_proof and not can_prove:
                             warn_once(CANNOT_PROVE)
                         if not is_exported:
