@@ -50,7 +50,6 @@ class ColocatedEngine:
 
     Attributes:
         _engine: the replica's server on its leader. None on the other ranks.
-        readers: the arrangements of the engine rank.
     """
 
     _engine: Engine | None
@@ -59,7 +58,7 @@ class ColocatedEngine:
 
     def __post_init__(self) -> None:
         self.sockets = SessionSockets()
-        self.readers = (EngineArrangements(is_wanted="exchange" in self._settings.routes),)
+        self._readers = (EngineArrangements(is_wanted="exchange" in self._settings.routes),)
         self._names, self._sent = BlockNames(), SentHandles()
 
     def open(
@@ -69,15 +68,15 @@ class ColocatedEngine:
         settings, request = self._settings, OpeningRequest(self._engine, task.version)
         session = TrainerSession(self.sockets, settings, self._names, self._sent, proof=proof)
         stack.enter_context(session)
-        engines.append(EngineRank("", session, request, self.readers[0]))
+        engines.append(EngineRank("", session, request, self._readers[0]))
         descriptors, of_replica = self._ranks.gather(session.descriptor), self._ranks.replica_ranks
         if own_rank() == of_replica[0]:
             request.post([descriptors[rank] for rank in of_replica])
         return MappedDelivery(engines, settings, task.report)
 
-    def current_readers(self) -> Sequence[EngineArrangements]:
-        """Return the arrangements of this rank's engine rank."""
-        return self.readers
+    def readers(self) -> Sequence[EngineArrangements]:
+        """Return the arrangements of the engine rank."""
+        return self._readers
 
     def record(self, handle: BufferHandle) -> None:
         """Write down a handle before it leaves this process."""
@@ -96,8 +95,6 @@ class RemoteEngines:
             trainer ranks, which have no sessions.
         _senders: makes groups of all trainer ranks and the engine ranks that they send to.
         sender: the route by which all trainer ranks send, in the syncs for which it is prepared.
-        readers: the arrangements of all engine ranks, on the first trainer rank. If the engine
-            ranks change, these are new objects.
     """
 
     _groups: UpdateGroups | None
@@ -106,7 +103,7 @@ class RemoteEngines:
 
     def __post_init__(self) -> None:
         remove_orphans()  # as a session's trainer does when it makes a folder of its own
-        self.readers: Sequence[EngineArrangements] = ()
+        self._readers: Sequence[EngineArrangements] = ()
         self._sending: UpdateGroup | None = None  # of the last sync in which all ranks might send
         self._readers_group = ""  # name of the group of these engine ranks
         self._sent: dict[EngineArrangements, SentHandles] = {}
@@ -130,9 +127,12 @@ class RemoteEngines:
         limit_s = settings.request_timeout_s
         return BroadcastDelivery(engines, group.process_group, limit_s, task.report)
 
-    def current_readers(self) -> Sequence[EngineArrangements]:
-        """Return the arrangements of this rank's engine ranks, as they are now."""
-        return self.readers
+    def readers(self) -> Sequence[EngineArrangements]:
+        """Return the arrangements of all engine ranks, on the first trainer rank.
+
+        If the engine ranks change, these are new objects.
+        """
+        return self._readers
 
     def record(self, handle: BufferHandle) -> None:
         """Write down a handle before it leaves this process."""
@@ -153,7 +153,7 @@ class RemoteEngines:
             self._senders.abandoned = []
             is_wanted, self._readers_group = "exchange" in self._settings.routes, group.name
             self._sent = {}
-            self.readers = [
+            self._readers = [
                 EngineArrangements(is_wanted=is_wanted, replica=number)
                 for number, replica in enumerate(replicas)
                 for _ in range(replica.num_ranks)
@@ -168,7 +168,7 @@ class RemoteEngines:
         """
         if group is None:
             return self._senders.with_replicas(None)
-        far = {reader.replica for reader in self.readers if not reader.reads_in_place}
+        far = {reader.replica for reader in self._readers if not reader.reads_in_place}
         sent_to = [replica for number, replica in enumerate(group.replicas) if number in far]
         is_same = world_size() == 1 and len(sent_to) == len(group.replicas)
         return group if is_same else self._senders.with_replicas(sent_to)
@@ -185,7 +185,7 @@ class RemoteEngines:
         """Request a session with each engine rank of every replica, which stop serving until it
         ends. Engine ranks are added to `engines` before their replica's request is sent.
         """
-        sockets, readers = SessionSockets(self._senders.address), iter(self.readers)
+        sockets, readers = SessionSockets(self._senders.address), iter(self._readers)
         for replica in group.replicas:
             request = OpeningRequest(replica.client, version)
             descriptors = []

@@ -32,7 +32,7 @@ def colocated_sync(
     num_buffers = settings.num_staging_buffers
     ring = StagingRing(device, num_buffers=num_buffers, bucket_bytes=settings.bucket_bytes)
     engines = ColocatedEngine(engine, ranks, settings)
-    context = RouteContext(ranks, device, settings, engines.current_readers)
+    context = RouteContext(ranks, device, settings, engines.readers)
     routes = Pull(context, engines.record), Exchange(context, ring)
     return WeightSync(context, engines=engines, routes=routes, ring=ring)
 
@@ -58,7 +58,7 @@ def disaggregated_sync(
     engines = RemoteEngines(groups, make_groups(trainers=ranks), settings)
     # Engine ranks are numbered after the trainer's ranks, with which they form a group.
     first_reader = world_size()
-    context = RouteContext(ranks, device, settings, engines.current_readers, first_reader)
+    context = RouteContext(ranks, device, settings, engines.readers, first_reader)
     pull, near = Pull(context, engines.record), Pull(context, engines.record)
     send = engines.sender = PullAndSend(context, near, engines.sending_group)
     return WeightSync(context, engines=engines, routes=(pull, send), ring=ring)

@@ -156,7 +156,7 @@ class WeightSync:
         except BaseException as error:
             for route in self._routes:  # the next sync is made as the first one was
                 route.forget()
-            for reader in self._engines.readers:
+            for reader in self._engines.readers():
                 reader.forget()
             drop_frames(error)  # its text has those that matter
             raise
