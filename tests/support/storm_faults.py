@@ -93,9 +93,9 @@ def bad_export(storm: Storm) -> None:
     storm.finish(must_fail=True)
 
 
-@fault("a fault planted in the way to read in place", 4)
+@fault("a fault planted in pull", 4)
 def planted_fault(storm: Storm) -> None:
-    """The trainer names other memory than its tensors have; the proof must refuse the way."""
+    """The trainer names other memory than its tensors have; the proof must refuse pull."""
     alone = storm.rng.choice((None, storm.rng.randrange(storm.tp)))
     planted = storm.rng.choice(PLANTED)
     trainer = storm.begin(preset="in_place", planted=planted, on=alone)

@@ -1,4 +1,4 @@
-"""A fault in any stage of a fast way is found by its proof, before new weights come that way.
+"""A fault in any stage of a route is found by its proof, before new weights come by it.
 
 A fault is on all ranks or on one. What the engines serve is right after every sync all the same.
 """

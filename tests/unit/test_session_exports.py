@@ -432,4 +432,4 @@ def test_after_a_refuted_route_no_export_is_loaded_by_the_plan(monkeypatch, capl
         report = case.sync()
         assert case.route.state is RouteState.OFF and case.has_arrived()
         assert report.num_replayed == 0
-    assert "left by that way or by the load plan: t2" in report.eager_reason
+    assert "left by the route or by the load plan: t2" in report.eager_reason

@@ -151,7 +151,7 @@ def clashes_of(
 
 def view_of_quantised(uses: Sequence[BucketUses], unknown: str) -> RankView:
     """Build the view of a quantised model: only clashes between fp8 and another dtype are found."""
-    # The loader may convert tensors in any way. But a plain cast to or from fp8 ignores the scale.
+    # The loader may convert tensors as it likes. But a plain cast to or from fp8 ignores the scale.
     return RankView(unknown=unknown, clashes=clashes_of(uses, _both_or_neither_scaled))
 
 

@@ -283,8 +283,8 @@ class Session:
             # The export that follows must not be loaded by a plan that may be at fault.
             for loader in self._loaders:
                 loader.doubt_plan(
-                    f"the proof of a fast way found {len(self.differing)} tensors with wrong "
-                    f"bytes, left by that way or by the load plan: {listed(self.differing)}"
+                    f"the proof of a route found {len(self.differing)} tensors with wrong "
+                    f"bytes, left by the route or by the load plan: {listed(self.differing)}"
                 )
             raise Differs(
                 f"{len(self.differing)} tensors differ from what load_weights made of the full "
@@ -294,7 +294,7 @@ class Session:
         for loader in self._loaders:
             loader.distrust_plan(
                 f"a proof found {len(self.differing)} tensors with wrong bytes, left by the load "
-                f"plan or the fast way: {listed(self.differing)}"
+                f"plan or the route: {listed(self.differing)}"
             )
 
     def _next_message(self) -> FromTrainer:

@@ -51,7 +51,7 @@ class EngineArrangements:
 
     Attributes:
         reads_in_place: the rank reads the trainer's parameters, and is sent nothing.
-        proven_plan: name of the load plan with which the way to this rank was proven.
+        proven_plan: name of the load plan with which the route to this rank was proven.
     """
 
     def __init__(self, *, is_wanted: bool, replica: int = 0) -> None:

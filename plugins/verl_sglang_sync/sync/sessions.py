@@ -3,7 +3,7 @@
 sessions = Sessions(ranks, settings, report)
 delivery = engines.open(stack, sessions.engines, task, proof)   # the requests have left
 sessions.wait_joined(can_prove=True)         # all ranks: every engine rank has joined
-sessions.check_plans(source, proves=False)   # with what the way was proven with
+sessions.check_plans(source, proves=False)   # with what the route was proven with
 sessions.send(source, delivery)              # each rank at its own pace
 sessions.finish(source, meanwhile)           # its engine ranks have read all
 loaded = sessions.wait_until_loaded()        # all ranks: every engine has judged what it has loaded
@@ -98,8 +98,8 @@ class SyncFailed(WeightSyncError):
         return all(ending.can_repeat for ending in self.endings)
 
 
-class WayOutdated(RuntimeError):
-    """A fast way was prepared for other load plans than the engines hold now."""
+class RouteOutdated(RuntimeError):
+    """A route was prepared for other load plans than the engines hold now."""
 
 
 @dataclass(frozen=True)
@@ -186,21 +186,21 @@ class Sessions:
         """Check that the joined engine ranks hold what the source's buckets are made for.
 
         Args:
-            proves: the session proves this way, with whatever plans the engines hold.
+            proves: the session proves this route, with whatever plans the engines hold.
 
         Raises:
-            WayOutdated: an engine rank holds another load plan than the one that the way was
+            RouteOutdated: an engine rank holds another load plan than the one that the route was
                 proven with, or other arrangements than its buckets have.
         """
         for engine in self.engines if not proves else ():
             if engine.session.plan != engine.arrangements.proven_plan:
-                raise WayOutdated("an engine's load plan is not the one of the proof")
+                raise RouteOutdated("an engine's load plan is not the one of the proof")
         needed = source.required_arrangements
         far = [engine for engine in self.engines if not engine.arrangements.reads_in_place]
         held = [engine.session.arrangements for engine in far]
         for digest, own in zip(needed, held, strict=True) if needed is not None else ():
             if digest not in ("", own):  # "": whole buckets, the engine may hold any
-                raise WayOutdated("an engine reads other parts of buckets than were planned")
+                raise RouteOutdated("an engine reads other parts of buckets than were planned")
 
     def send(self, source: SyncSource, delivery: Delivery) -> None:
         """Send every bucket. The engines may still be at the last ones.

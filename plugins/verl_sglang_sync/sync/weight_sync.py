@@ -167,7 +167,7 @@ class WeightSync:
         every = self._settings.prove_every_n_syncs
         is_due = number == self._next_proof or (every > 0 and number % every == 0)
         retried = [route.begin_sync() for route in self._routes]
-        # A worse way, though proven, waits for a better one that is tried again.
+        # A worse route, though proven, waits for a better one that is tried again.
         routes = self._routes[: retried.index(True)] if any(retried) else self._routes
         if is_due and not self._ranks.all(is_repeatable(task.weights)):
             warn_once(CANNOT_PROVE)

@@ -172,7 +172,7 @@ def _later_route(config: DictConfig, settings: WeightSyncConfig, machine: Machin
     """Describe the routes of later syncs, as far as they follow from the config."""
     is_elsewhere = OmegaConf.select(config, BACKEND_KEY) == DISAGGREGATED_BACKEND
     num_ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    computed, ways = list(_computed_exports(config)), []
+    computed, routes = list(_computed_exports(config)), []
     out_of_reach = {
         f"routes={settings.routes}": "pull" not in settings.routes,
         f"trainer.nnodes={config.trainer.nnodes}": config.trainer.nnodes > 1,
@@ -182,16 +182,16 @@ def _later_route(config: DictConfig, settings: WeightSyncConfig, machine: Machin
     reasons = computed or [reason for reason, holds in out_of_reach.items() if holds]
     if not reasons:
         nearby = ", where engines are on its node" * is_elsewhere
-        ways.append(f"read the trainer's parameters in place{nearby}")
+        routes.append(f"read the trainer's parameters in place{nearby}")
     if "exchange" in settings.routes and not computed:
         if is_elsewhere:
-            ways.append("have every rank send the engines its shards")
+            routes.append("have every rank send the engines its shards")
         elif num_ranks > 1:  # a single rank has nobody to exchange with
-            ways.append("exchange the trainer ranks' shards")
+            routes.append("exchange the trainer ranks' shards")
     obstacles = f" (not in place: {', '.join(reasons)})" * bool(reasons)
-    if not ways:
+    if not routes:
         return f"Every sync makes the full export{obstacles}"
-    return f"Later syncs {', or else '.join(ways)}, if proven to equal the export{obstacles}"
+    return f"Later syncs {', or else '.join(routes)}, if proven to equal the export{obstacles}"
 
 
 def _computed_exports(config: DictConfig) -> Iterator[str]:
