@@ -61,10 +61,10 @@ CANNOT_PROVE = (
 
 
 @dataclass
-class Attempt:
-    """One session with each engine rank: what it is to do, and what it has done.
+class SyncPass:
+    """One pass of a sync: one session with each engine rank, its orders and its outcome.
 
-    What it has done is equal on all ranks.
+    The outcome is equal on all ranks.
 
     Attributes:
         routes: the first that has something to offer is taken, else the export.
@@ -173,49 +173,49 @@ class WeightSync:
             warn_once(CANNOT_PROVE)
             is_due = False
 
-        attempt = self._bring(Attempt(task, routes, proof_follows=is_due))
-        is_due, is_proven = is_due or attempt.wants_proof, False
-        while attempt.route is None and (learnt := self._learnt_route()) is not None:
+        sync_pass = self._bring(SyncPass(task, routes, proof_follows=is_due))
+        is_due, is_proven = is_due or sync_pass.wants_proof, False
+        while sync_pass.route is None and (learnt := self._learnt_route()) is not None:
             if is_proven := self._prove_route(task, learnt):
                 break
             task.report.restart()
-            attempt = self._bring(Attempt(task, proof_follows=is_due))
-            is_due = is_due or attempt.wants_proof
+            sync_pass = self._bring(SyncPass(task, proof_follows=is_due))
+            is_due = is_due or sync_pass.wants_proof
         if is_due and not is_proven:
             self._prove_served(task)
-        if attempt.route is not None:
-            attempt.route.note_used()
+        if sync_pass.route is not None:
+            sync_pass.route.note_used()
         self._num_syncs = number
 
-    def _bring(self, attempt: Attempt) -> Attempt:
+    def _bring(self, sync_pass: SyncPass) -> SyncPass:
         """Send new weights by the first of the routes that has them, or by the export.
 
-        A failure before anything was published costs a second attempt.
+        A failure before anything was published costs a second pass.
 
         Returns:
-            The attempt that succeeded.
+            The pass that succeeded.
         """
         try:
-            self._once(attempt)
-            return attempt
+            self._once(sync_pass)
+            return sync_pass
         except SyncFailed as error:
             if error.may_be_served or not error.can_repeat:
                 raise
-            drop_frames(error)  # they hold the groups and buffers of this attempt
-            recovery, route = Recovery.EXPORT, attempt.route
+            drop_frames(error)  # they hold the groups and buffers of this pass
+            recovery, route = Recovery.EXPORT, sync_pass.route
             if route is not None:
-                recovery = route.recover(error.__cause__, attempt.task.weights)
+                recovery = route.recover(error.__cause__, sync_pass.task.weights)
             logger.warning(
                 "weight sync: nothing was published, so the sync is made again %s, which costs "
                 "the seconds of another sync: %s",
                 recovery.value,
                 error,
             )
-        attempt.task.report.restart()
+        sync_pass.task.report.restart()
         again = (route,) if route is not None and recovery is Recovery.AGAIN else ()
-        attempt = replace(attempt, routes=again)
-        self._once(attempt)
-        return attempt
+        sync_pass = replace(sync_pass, routes=again)
+        self._once(sync_pass)
+        return sync_pass
 
     def _learnt_route(self) -> Route | None:
         return next((each for each in self._routes if each.state is RouteState.LEARNT), None)
@@ -226,10 +226,10 @@ class WeightSync:
         Returns:
             False if the engines got other bytes, or none: their weights are incomplete now.
         """
-        attempt = Attempt(_without_report(task), (route,), proof="route")
+        sync_pass = SyncPass(_without_report(task), (route,), proof="route")
         try:
             with task.report.stage("prove"):
-                self._once(attempt)
+                self._once(sync_pass)
         except SyncFailed as error:
             if not error.can_repeat:
                 raise
@@ -238,12 +238,12 @@ class WeightSync:
             cannot_map = any(ending.cannot_map for ending in error.endings)
             route.refuse_unproven(reason, cannot_map=cannot_map)
             return False
-        if attempt.route is None:  # the route had nothing to offer, and the export proved itself
+        if sync_pass.route is None:  # the route had nothing to offer, and the export proved itself
             return True
         route.note_proven()
         task.report.is_proven = True
         self._proof_distance = 1  # what is known of alike tensors was known of another route
-        self._plan_proof(attempt.num_alike)
+        self._plan_proof(sync_pass.num_alike)
         return True
 
     def _prove_served(self, task: SyncTask) -> None:
@@ -253,31 +253,31 @@ class WeightSync:
         them with what they held. If they differ, the engines have the right weights now, and no
         route is taken any more.
         """
-        attempt = Attempt(_without_report(task), proof="served")
+        sync_pass = SyncPass(_without_report(task), proof="served")
         with task.report.stage("prove"):
             for route in self._routes:
                 route.check_replicas(task.weights)
             try:
-                self._once(attempt)
+                self._once(sync_pass)
             except SyncFailed as error:
                 if error.may_be_served or not error.can_repeat:
                     raise
                 logger.warning("weight sync: not proven, exported in full again: %s", error)
                 # Routes learn nothing: no session of this sync follows that could prove them.
-                self._once(Attempt(attempt.task, learns=False))
+                self._once(SyncPass(sync_pass.task, learns=False))
                 self._next_proof = self._num_syncs + 2  # the next sync
                 return
-        task.report.is_proven = not attempt.differing
+        task.report.is_proven = not sync_pass.differing
         is_early = self._next_proof is not None and self._num_syncs + 1 < self._next_proof
         # A proof that is asked for does not put off one that alike tensors need.
-        if not (is_early and attempt.num_alike):
-            self._plan_proof(attempt.num_alike)
-        if not attempt.differing:
+        if not (is_early and sync_pass.num_alike):
+            self._plan_proof(sync_pass.num_alike)
+        if not sync_pass.differing:
             logger.info("weight sync: proven: the engines serve the trainer's weights bit for bit")
             return
         text = (
-            f"a proof found {len(attempt.differing)} tensors that were not served as the trainer "
-            f"has them: {listed(attempt.differing)}"
+            f"a proof found {len(sync_pass.differing)} tensors that were not served as the trainer "
+            f"has them: {listed(sync_pass.differing)}"
         )
         for route in self._routes:
             route.refuse(Reason(text, is_final=True))
@@ -302,13 +302,13 @@ class WeightSync:
             with report.stage("reply"):
                 request.result()
 
-    def _once(self, attempt: Attempt) -> None:
+    def _once(self, sync_pass: SyncPass) -> None:
         """Run one session with each engine rank, from the request that opens it to its reply.
 
         Raises:
             WeightSyncError: on every rank, if any rank failed.
         """
-        task, proof, ranks = attempt.task, attempt.proof, self._ranks
+        task, proof, ranks = sync_pass.task, sync_pass.proof, self._ranks
         weights, report = task.weights, task.report
         with ExitStack() as stack:
             stack.push(self._end_session)
@@ -317,7 +317,7 @@ class WeightSync:
                 self.check_reply(report)
                 with report.stage("open"):
                     delivery = self._engines.open(stack, sessions.engines, task, proof)
-                source = self._choose(attempt)
+                source = self._choose(sync_pass)
                 is_exported = isinstance(source, ExportedBuckets)
                 if is_exported:
                     ranks.check()  # the export's collectives need every rank
@@ -341,7 +341,7 @@ class WeightSync:
                     source.drain()  # the other ranks need this one's part of the export
                     raise
                 source.drain()
-                learns = attempt.learns and proof == "none" and is_exported
+                learns = sync_pass.learns and proof == "none" and is_exported
                 sessions.finish(source, partial(self._prepare_to_learn, task, learns))
                 loaded = sessions.wait_until_loaded()
                 self._record_loaded(sessions.engines, loaded, report)
@@ -349,9 +349,9 @@ class WeightSync:
                     self._learn(task, source, loaded)
                     self._check_fallback()
                     ranks.check()  # no rank may fail between here and its Commit
-                attempt.wants_proof = proof == "none" and wants_proof
+                sync_pass.wants_proof = proof == "none" and wants_proof
                 # The engines' gates stay closed while a proof follows.
-                follows = attempt.proof_follows or attempt.wants_proof
+                follows = sync_pass.proof_follows or sync_pass.wants_proof
                 follows = follows or (learns and self._learnt_route() is not None)
                 sessions.commit(is_last=not follows)
                 source.end()
@@ -366,20 +366,20 @@ class WeightSync:
             for engine in sessions.engines:
                 engine.arrangements.proven_plan = engine.session.plan
         if proof != "none":
-            self._note_compared(attempt, loaded)
+            self._note_compared(sync_pass, loaded)
 
-    def _choose(self, attempt: Attempt) -> SyncSource:
+    def _choose(self, sync_pass: SyncPass) -> SyncSource:
         """Return what the first route offers that has this sync's weights, else the export."""
-        weights, report = attempt.task.weights, attempt.task.report
-        for route in attempt.routes:
-            source = route.choose(weights, report, proves=attempt.proof == "route")
+        weights, report = sync_pass.task.weights, sync_pass.task.report
+        for route in sync_pass.routes:
+            source = route.choose(weights, report, proves=sync_pass.proof == "route")
             if source is not None:
-                attempt.route = route
+                sync_pass.route = route
                 return source
         comparison = None
         # Computing its arrangements costs an engine about 1 s. Pull needs none.
         asks = self._pull_ruled_out or not self._routes[0].can_learn(weights)
-        learns = attempt.learns and attempt.proof == "none"
+        learns = sync_pass.learns and sync_pass.proof == "none"
         if learns and any(route.wants_comparison(weights) for route in self._routes):
             with report.stage("learn"):
                 comparison = self._source_map.begin_comparison(weights)
@@ -398,12 +398,12 @@ class WeightSync:
                 with task.report.stage("learn"):
                     route.prepare_to_learn(task.weights)
 
-    def _note_compared(self, attempt: Attempt, loaded: Sequence[Loaded]) -> None:
+    def _note_compared(self, sync_pass: SyncPass, loaded: Sequence[Loaded]) -> None:
         """Collect what the proof found on all engine ranks."""
         own = [(each.differing, each.num_alike) for each in loaded]
         found = list(chain.from_iterable(self._ranks.gather(own)))
-        attempt.differing = list(dict.fromkeys(name for names, _ in found for name in names))
-        attempt.num_alike = sum(num for _, num in found)
+        sync_pass.differing = list(dict.fromkeys(name for names, _ in found for name in names))
+        sync_pass.num_alike = sum(num for _, num in found)
 
     def _record_loaded(
         self, engines: Sequence[EngineRank], loaded: Sequence[Loaded], report: SyncReport
