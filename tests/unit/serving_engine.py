@@ -231,7 +231,7 @@ class ServingEngine:
         have_loaded.wait()
         if loaded_badly == [[]]:
             try:
-                served.confirm()
+                served.await_commit()
             except Exception:
                 failures.append(f"TP rank {rank}: {traceback.format_exc()}")
         have_ended.wait()

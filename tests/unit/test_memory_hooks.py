@@ -68,7 +68,7 @@ class Worker:
             self.update()
 
         return SimpleNamespace(
-            load=load, confirm=lambda: True, conclude=lambda *_: None, differing=[]
+            load=load, await_commit=lambda: True, conclude=lambda *_: None, differing=[]
         )
 
 

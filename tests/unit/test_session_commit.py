@@ -108,7 +108,7 @@ class Engine(threading.Thread):
             except Exception as error:
                 opened.conclude([str(error)])
                 raise
-            opened.confirm()
+            opened.await_commit()
         except Exception as error:
             self.error = error
             return

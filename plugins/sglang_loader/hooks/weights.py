@@ -5,12 +5,12 @@ is only logged. For servers that were launched with our loaders every rank repor
 fails with rank and traceback.
 
     update = WeightUpdate(updater, request)
-    failures = update.run(load, confirm)     # on every TP rank; the same list on all of them
+    failures = update.run(load, await_commit)   # on every TP rank; the same list on all of them
 
-`load` receives the whole sync. When all ranks have loaded and judged the sync, `confirm` waits for
-the trainer's Commit. An exception in either ends neither the process nor the other ranks. Requests
-are served again when all ranks agree on three facts: the sync is complete, fits the model, and was
-committed.
+`load` receives the whole sync. When all ranks have loaded and judged the sync, `await_commit` waits
+for the trainer's Commit. An exception in either ends neither the process nor the other ranks.
+Requests are served again when all ranks agree on three facts: the sync is complete, fits the model,
+and was committed.
 """
 
 from __future__ import annotations
@@ -158,11 +158,11 @@ def _serve_session(update: WeightUpdate, updater: Any, request: Any) -> list[str
             update.differing = session.differing  # a failed proof reports them, too
         sessions.append(session)  # a session that failed has reported its failure
 
-    def confirm() -> bool:
+    def await_commit() -> bool:
         (session,) = sessions
-        return session.confirm()
+        return session.await_commit()
 
-    failures = update.run(load, confirm)
+    failures = update.run(load, await_commit)
     for session in sessions:
         session.conclude(failures, update.failure_kind)
     return failures
@@ -246,13 +246,13 @@ class WeightUpdate:
         if not self._has_flushed:
             raise PrefixCacheInUse("the prefix cache cannot be dropped: requests are running")
 
-    def run(self, load: Callable[[], None], confirm: Callable[[], bool]) -> list[str]:
+    def run(self, load: Callable[[], None], await_commit: Callable[[], bool]) -> list[str]:
         """Load a whole sync on every TP rank, and publish the sync.
 
         Args:
             load: loads all buckets, and calls `begin_bucket` before each.
-            confirm: waits for the trainer's Commit. Returns False if another session of the sync
-                follows.
+            await_commit: waits for the trainer's Commit. Returns False if another session of the
+                sync follows.
 
         Returns:
             The failures of all ranks.
@@ -280,7 +280,7 @@ class WeightUpdate:
         is_last: bool | None = True
         # The trainer gets Loaded only when all ranks are sure. Its Commit is the last word.
         if not failures:
-            is_last, failure = attempt(confirm)
+            is_last, failure = attempt(await_commit)
             failures = self._ranks.failures(failure)
         if not failures:
             self._backup.sync_completed()

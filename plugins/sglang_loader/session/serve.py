@@ -3,7 +3,7 @@
 `hooks.weights` has each TP worker serve a `Session` for the request that opens the session:
 
     session.load()               # until the device has every byte
-    session.confirm()            # all TP ranks have loaded: report that, and wait for the Commit
+    session.await_commit()       # all TP ranks have loaded: report that, and wait for the Commit
     session.conclude(failures)   # report the outcome of all TP ranks
 
 The engine sends `BucketDone` after the stream has finished with a bucket. From then on the trainer
@@ -159,7 +159,7 @@ class Session:
             self._load_all()
             self._release_buffers()
 
-    def confirm(self) -> bool:
+    def await_commit(self) -> bool:
         """Report that all TP ranks have loaded, and wait for the trainer's Commit.
 
         Returns:
