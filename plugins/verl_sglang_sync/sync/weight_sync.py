@@ -243,7 +243,7 @@ class WeightSync:
         route.note_proven()
         task.report.is_proven = True
         self._proof_distance = 1  # what is known of alike tensors was known of another route
-        self._plan_proof(sync_pass.num_alike)
+        self._schedule_proof(sync_pass.num_alike)
         return True
 
     def _prove_served(self, task: SyncTask) -> None:
@@ -271,7 +271,7 @@ class WeightSync:
         is_early = self._next_proof is not None and self._num_syncs + 1 < self._next_proof
         # A proof that is asked for does not put off one that alike tensors need.
         if not (is_early and sync_pass.num_alike):
-            self._plan_proof(sync_pass.num_alike)
+            self._schedule_proof(sync_pass.num_alike)
         if not sync_pass.differing:
             logger.info("weight sync: proven: the engines serve the trainer's weights bit for bit")
             return
@@ -283,8 +283,8 @@ class WeightSync:
             route.refuse(Reason(text, is_final=True))
         logger.error("weight sync: %s. The engines have the right weights now, by export.", text)
 
-    def _plan_proof(self, num_alike: int) -> None:
-        """Plan the next proof, after a good one.
+    def _schedule_proof(self, num_alike: int) -> None:
+        """Schedule the next proof, after a good one.
 
         Args:
             num_alike: storages that held the same bytes as another one. The proof cannot tell them
