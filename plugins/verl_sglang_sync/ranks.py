@@ -97,8 +97,8 @@ class TrainerRanks(Ranks):
             raise RankLost(f"weight sync failed: {STORE_LOST} still does not answer")
         with self._naming_lost():
             self._group = self._new_group()
-        # Ranks that have missed a sync have counted other stages.
-        self._stage = 0
+        # Ranks that have missed a sync have counted other sections.
+        self._section = 0
 
     def _exchange(self, turn: Turn) -> list[Turn]:
         if world_size() == 1:
@@ -188,7 +188,7 @@ async def run_on_all(ranks: Ranks, stage: str, work: Coroutine[Any, Any, None] |
     """
     task = asyncio.ensure_future(asyncio.sleep(0) if work is None else work)
     try:
-        with ranks.stage():
+        with ranks.section():
             while True:
                 await asyncio.wait((task,), timeout=AGREE_EVERY_S)
                 if is_done := task.done():

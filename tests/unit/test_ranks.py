@@ -60,7 +60,7 @@ def some_fail(failing, call):
     rank, (ranks, _) = dist.get_rank(), trainer_ranks(2)
     own = ValueError(f"no memory on {rank}") if rank in failing else None
     try:
-        with ranks.stage(), ranks.stage():
+        with ranks.section(), ranks.section():
             if own is not None:
                 raise own
             CALLS[call](ranks)
@@ -76,17 +76,17 @@ def ranks_differ():
 
 
 def leaves_late(how):
-    """Rank 1 fails once the others have left the stage; what the ranks gather in the next one."""
+    """Rank 1 fails once the others have left the section; what the ranks gather in the next one."""
     rank, (ranks, _) = dist.get_rank(), trainer_ranks(2)
     error = None
     try:
-        with ranks.stage():
+        with ranks.section():
             ranks.gather(rank)
             if rank == 1:
                 raise how
     except (WeightSyncError, KeyboardInterrupt) as raised:
         error = repr(raised.__cause__ or raised)
-    with ranks.stage():
+    with ranks.section():
         return error, ranks.gather(rank)
 
 
@@ -215,7 +215,7 @@ def test_a_rank_on_its_own_meets_itself():
     assert ranks.gather(3) == [3]
     assert ranks.poll(lambda: next(turns)) == ["done"]
     assert ranks.step(lambda: [][0])[1].text.startswith("rank 0: Traceback")
-    with pytest.raises(RanksFailed, match=r"(?s)rank 0: .*no memory"), ranks.stage():
+    with pytest.raises(RanksFailed, match=r"(?s)rank 0: .*no memory"), ranks.section():
         raise ValueError("no memory")
 
 
@@ -235,8 +235,8 @@ def test_values_that_must_be_the_same_are_named(pool):
 
 
 @pytest.mark.parametrize("how", [ValueError("late"), KeyboardInterrupt()], ids=repr)
-def test_a_late_failure_ends_no_other_stage(pool, how):
-    """One of a rank after which no rank meets it in that stage."""
+def test_a_late_failure_ends_no_other_section(pool, how):
+    """One of a rank after which no rank meets it in that section."""
     for rank, (error, gathered) in enumerate(pool.run(leaves_late, how)):
         assert error == (repr(how) if rank == 1 else None)
         assert gathered == list(range(WORLD_SIZE))

@@ -10,12 +10,12 @@ Each rank makes the same calls in the same order. Only a rank that fails leaves 
 `check(error)`. The other ranks may be in any of the five calls. Each rank then raises `RanksFailed`
 with the same failures, so no rank waits for one that has failed.
 
-    with ranks.stage():        # an exception of the body is checked
+    with ranks.section():      # an exception of the body is checked
         part = prepare()       # this rank's part
         ranks.gather(part)
 
-A stage bounds what a late failure ends. If a rank fails after the others have left the stage, only
-that rank raises.
+A section bounds what a late failure ends. If a rank fails after the others have left the section,
+only that rank raises.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RanksFailed(RuntimeError):
 
     Attributes:
         failures: "rank R: traceback" of every rank that failed, equal on all ranks.
-        is_alone: this rank can meet no other one in this stage any more.
+        is_alone: this rank can meet no other one in this section any more.
     """
 
     is_alone = False
@@ -47,7 +47,7 @@ class RanksFailed(RuntimeError):
 class Interrupted(RanksFailed):
     """An interrupt of this rank, such as a KeyboardInterrupt, for which all ranks fail.
 
-    The outermost stage raises the interrupt itself.
+    The outermost section raises the interrupt itself.
     """
 
 
@@ -72,13 +72,13 @@ class Turn:
     """The part of one rank in one exchange.
 
     Attributes:
-        stage: number of stages that the rank has left.
+        section: number of sections that the rank has left.
         item: what the rank gives to the others.
         failure: why the rank has failed, or None.
         same: a value that must be equal on all ranks.
     """
 
-    stage: int
+    section: int
     item: Any = None
     failure: str | None = None
     same: object = None
@@ -97,8 +97,8 @@ class Ranks:
     """The word for a rank in messages."""
 
     def __init__(self) -> None:
-        self._stage = 0  # number of outermost stages that this rank has left
-        self._depth = 0  # of stages within each other
+        self._section = 0  # number of outermost sections that this rank has left
+        self._depth = 0  # of sections within each other
         self.replica_ranks: tuple[int, ...] = (0,)
 
     def gather(self, item: Item) -> list[Item]:
@@ -186,8 +186,8 @@ class Ranks:
         raise failed from error
 
     @contextmanager
-    def stage(self) -> Iterator[None]:
-        """Check any exception of the body. A stage within another one only does that."""
+    def section(self) -> Iterator[None]:
+        """Check any exception of the body. A section within another one only does that."""
         self._depth += 1
         try:
             yield
@@ -195,8 +195,8 @@ class Ranks:
             self._check_at_end(error)
         finally:
             self._depth -= 1
-            # Inner stages are not counted: a rank that fails early begins none.
-            self._stage += not self._depth
+            # Inner sections are not counted: a rank that fails early begins none.
+            self._section += not self._depth
 
     def _check_at_end(self, error: BaseException) -> None:
         try:
@@ -218,7 +218,7 @@ class Ranks:
         return [turn]
 
     def _begin_turn(self) -> None:
-        """Prepare an exchange, which may begin the count of stages anew."""
+        """Prepare an exchange, which may begin the count of sections anew."""
 
     def _failed(self, text: str, failures: Sequence[str]) -> RanksFailed:
         """Return the error that all ranks raise."""
@@ -230,19 +230,19 @@ class Ranks:
         """Exchange turns with the other ranks.
 
         Returns:
-            Nothing if the other ranks have left this stage.
+            Nothing if the other ranks have left this section.
         """
         while True:
             self._begin_turn()
-            own = Turn(self._stage, item, failure, same)
+            own = Turn(self._section, item, failure, same)
             turns = self._exchange(own)
-            newest = max(turn.stage for turn in turns)
-            if own.stage < newest:
+            newest = max(turn.section for turn in turns)
+            if own.section < newest:
                 if failure is None:
-                    raise self._failed("the other ranks are in a later stage", ())
+                    raise self._failed("the other ranks are in a later section", ())
                 return ()
-            # A rank that fails late takes its turn in a stage that this rank has left.
-            if all(turn.stage == newest for turn in turns):
+            # A rank that fails late takes its turn in a section that this rank has left.
+            if all(turn.section == newest for turn in turns):
                 break
         failures = [
             f"{self.name} {rank}: {turn.failure}" for rank, turn in enumerate(turns) if turn.failure

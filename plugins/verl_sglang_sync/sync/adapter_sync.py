@@ -67,7 +67,7 @@ class AdapterSync:
                 raise AdapterRefused(adapter.refusal)
             return adapter
 
-        with self._ranks.stage():
+        with self._ranks.section():
             adapter, reason = self._ranks.step(collected, AdapterRefused)
             if adapter is None:
                 raise WeightSyncError(f"the LoRA adapter was not exported\n{reason}")

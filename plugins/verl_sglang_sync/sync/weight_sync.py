@@ -144,7 +144,7 @@ class WeightSync:
         """
         task = SyncTask(weights=weights, version=version, report=report, replicas=replicas)
         try:
-            with no_full_collections(), self._ranks.stage():
+            with no_full_collections(), self._ranks.section():
                 try:
                     self._sync(task)
                     # No rank may fail after the others have left: it would wait for them.
@@ -322,7 +322,7 @@ class WeightSync:
                 if is_exported:
                     ranks.check()  # the export's collectives need every rank
                 try:
-                    with ranks.stage():  # all ranks go on to send, or none does
+                    with ranks.section():  # all ranks go on to send, or none does
                         source.start()
                         with report.stage("open"):
                             can_prove = is_repeatable(weights)
