@@ -163,15 +163,15 @@ class EngineRank:
             raise kind(f"{self.name}: {error}") from error
 
 
-def poll(engines: Sequence[EngineRank]) -> None:
+def poll(engine_ranks: Sequence[EngineRank]) -> None:
     """Process the messages of the engine ranks. Raise if one has failed, or left its session."""
-    for engine in engines:
-        with engine.naming_errors():
-            engine.session.poll()
+    for engine_rank in engine_ranks:
+        with engine_rank.naming_errors():
+            engine_rank.session.poll()
 
 
 def wait_for(
-    engines: Sequence[EngineRank], holds: Callable[[TrainerSession], bool], limit_s: float
+    engine_ranks: Sequence[EngineRank], holds: Callable[[TrainerSession], bool], limit_s: float
 ) -> None:
     """Wait until a condition holds for every session, or one fails.
 
@@ -185,11 +185,11 @@ def wait_for(
     """
     deadline, progress = time.monotonic() + limit_s, -1
     while True:
-        poll(engines)
-        waiting = next((e for e in engines if not holds(e.session)), None)
+        poll(engine_ranks)
+        waiting = next((e for e in engine_ranks if not holds(e.session)), None)
         if waiting is None:
             return
-        made = sum(e.session.num_receiving + e.session.num_done for e in engines)
+        made = sum(e.session.num_receiving + e.session.num_done for e in engine_ranks)
         if made > progress:
             deadline, progress = time.monotonic() + limit_s, made
         if time.monotonic() > deadline:

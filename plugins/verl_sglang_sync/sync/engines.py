@@ -62,17 +62,17 @@ class ColocatedEngine:
         self._names, self._sent = BlockNames(), SentHandles()
 
     def open(
-        self, stack: ExitStack, engines: list[EngineRank], task: SyncTask, proof: Proof
+        self, stack: ExitStack, engine_ranks: list[EngineRank], task: SyncTask, proof: Proof
     ) -> Delivery:
         """Make this rank's session. The replica's leader requests those of all its ranks."""
         settings, request = self._settings, OpeningRequest(self._engine, task.version)
         session = TrainerSession(self.sockets, settings, self._names, self._sent, proof=proof)
         stack.enter_context(session)
-        engines.append(EngineRank("", session, request, self._readers[0]))
+        engine_ranks.append(EngineRank("", session, request, self._readers[0]))
         descriptors, of_replica = self._ranks.gather(session.descriptor), self._ranks.replica_ranks
         if own_rank() == of_replica[0]:
             request.post([descriptors[rank] for rank in of_replica])
-        return MappedDelivery(engines, settings, task.report)
+        return MappedDelivery(engine_ranks, settings, task.report)
 
     def readers(self) -> Sequence[EngineArrangements]:
         """Return the arrangements of the engine rank."""
@@ -111,7 +111,7 @@ class RemoteEngines:
         self.sender: Route | None = None
 
     def open(
-        self, stack: ExitStack, engines: list[EngineRank], task: SyncTask, proof: Proof
+        self, stack: ExitStack, engine_ranks: list[EngineRank], task: SyncTask, proof: Proof
     ) -> Delivery:
         """Make all sessions, once the groups are formed that the last sync has not left."""
         settings, senders = self._settings, ""
@@ -123,9 +123,9 @@ class RemoteEngines:
             senders = self._sending.name
         if group is None:
             return MappedDelivery((), settings, task.report)
-        self._open_sessions(group, senders, stack, task.version, proof, engines)
+        self._open_sessions(group, senders, stack, task.version, proof, engine_ranks)
         limit_s = settings.request_timeout_s
-        return BroadcastDelivery(engines, group.process_group, limit_s, task.report)
+        return BroadcastDelivery(engine_ranks, group.process_group, limit_s, task.report)
 
     def readers(self) -> Sequence[EngineArrangements]:
         """Return the arrangements of all engine ranks, on the first trainer rank.
@@ -180,10 +180,10 @@ class RemoteEngines:
         stack: ExitStack,
         version: str | None,
         proof: Proof,
-        engines: list[EngineRank],
+        engine_ranks: list[EngineRank],
     ) -> None:
         """Request a session with each engine rank of every replica, which stop serving until it
-        ends. Engine ranks are added to `engines` before their replica's request is sent.
+        ends. Engine ranks are added to `engine_ranks` before their replica's request is sent.
         """
         sockets, readers = SessionSockets(self._senders.address), iter(self._readers)
         for replica in group.replicas:
@@ -204,7 +204,7 @@ class RemoteEngines:
                 stack.enter_context(session)
                 descriptors.append(session.descriptor)
                 name = f"{replica.base_url}, TP rank {rank}"
-                engines.append(EngineRank(name, session, request, arrangements))
+                engine_ranks.append(EngineRank(name, session, request, arrangements))
             request.post(descriptors)
 
     def abandon(self) -> None:

@@ -1,7 +1,7 @@
 """The sessions of one trainer rank in one sync, step by step, together with the other ranks.
 
 sessions = Sessions(ranks, settings, report)
-delivery = engines.open(stack, sessions.engines, task, proof)   # the requests have left
+delivery = engines.open(stack, sessions.engine_ranks, task, proof)   # the requests have left
 sessions.wait_joined(can_prove=True)         # all ranks: every engine rank has joined
 sessions.check_plans(source, proves=False)   # with what the route was proven with
 sessions.send(source, delivery)              # each rank at its own pace
@@ -132,7 +132,7 @@ class Sessions:
     """The state of this rank's sessions in one sync.
 
     Attributes:
-        engines: one for each session. A rank may have none.
+        engine_ranks: one for each session. A trainer rank may have none.
         sent: what this rank has sent.
         may_be_served: this rank has told its engine to publish, which has not refused.
     """
@@ -140,14 +140,14 @@ class Sessions:
     ranks: Ranks
     settings: WeightSyncConfig
     report: SyncReport
-    engines: list[EngineRank] = field(default_factory=list)
+    engine_ranks: list[EngineRank] = field(default_factory=list)
     sent: Sent = Sent()
     may_be_served: bool = False
 
     @property
     def requests(self) -> list[OpeningRequest]:
         """The requests that opened these sessions."""
-        return list(dict.fromkeys(engine.request for engine in self.engines))
+        return list(dict.fromkeys(engine_rank.request for engine_rank in self.engine_ranks))
 
     def wait_joined(self, *, can_prove: bool) -> bool:
         """Wait until the engine ranks of all ranks have joined their sessions.
@@ -159,13 +159,15 @@ class Sessions:
             True if a user has asked an engine for a proof, and all ranks can make it.
         """
         limit_s = min(JOIN_TIMEOUT_S, self.settings.request_timeout_s)
-        deadline, unjoined = time.monotonic() + limit_s, list(self.engines)
+        deadline, unjoined = time.monotonic() + limit_s, list(self.engine_ranks)
 
         def join() -> tuple[bool, bool] | None:
             while unjoined:
-                engine = unjoined[0]
-                with engine.naming_errors():
-                    if not engine.session.accept(engine.request.check, wait_s=AGREE_EVERY_S):
+                engine_rank = unjoined[0]
+                with engine_rank.naming_errors():
+                    if not engine_rank.session.accept(
+                        engine_rank.request.check, wait_s=AGREE_EVERY_S
+                    ):
                         if time.monotonic() > deadline:
                             raise PeerLost(f"the engine did not join within {limit_s:g} s")
                         return None
@@ -180,7 +182,7 @@ class Sessions:
     @property
     def asks_for_proof(self) -> bool:
         """True if a user has asked an engine of this rank for a proof."""
-        return any(engine.session.wants_proof for engine in self.engines)
+        return any(engine_rank.session.wants_proof for engine_rank in self.engine_ranks)
 
     def check_plans(self, source: SyncSource, *, proves: bool) -> None:
         """Check that the joined engine ranks hold what the source's buckets are made for.
@@ -192,12 +194,16 @@ class Sessions:
             RouteOutdated: an engine rank holds another load plan than the one that the route was
                 proven with, or other arrangements than its buckets have.
         """
-        for engine in self.engines if not proves else ():
-            if engine.session.plan != engine.arrangements.proven_plan:
+        for engine_rank in self.engine_ranks if not proves else ():
+            if engine_rank.session.plan != engine_rank.arrangements.proven_plan:
                 raise RouteOutdated("an engine's load plan is not the one of the proof")
         needed = source.required_arrangements
-        far = [engine for engine in self.engines if not engine.arrangements.reads_in_place]
-        held = [engine.session.arrangements for engine in far]
+        far = [
+            engine_rank
+            for engine_rank in self.engine_ranks
+            if not engine_rank.arrangements.reads_in_place
+        ]
+        held = [engine_rank.session.arrangements for engine_rank in far]
         for digest, own in zip(needed, held, strict=True) if needed is not None else ():
             if digest not in ("", own):  # "": whole buckets, the engine may hold any
                 raise RouteOutdated("an engine reads other parts of buckets than were planned")
@@ -209,7 +215,7 @@ class Sessions:
             delivery: of buckets whose source has no other.
         """
         report = self.report
-        delivery = source.delivery(self.engines, self.ranks.poll) or delivery
+        delivery = source.delivery(self.engine_ranks, self.ranks.poll) or delivery
         for ready in source:
             bucket = ready.bucket
             delivery.deliver(ready)
@@ -229,17 +235,17 @@ class Sessions:
         def has_read_all(session: TrainerSession) -> bool:
             return session.num_done == num_buckets
 
-        for engine in self.engines:
-            with engine.naming_errors():
-                engine.session.finish(
+        for engine_rank in self.engine_ranks:
+            with engine_rank.naming_errors():
+                engine_rank.session.finish(
                     num_buckets=num_buckets,
                     num_tensors=self.sent.num_tensors,
-                    arrangements=engine.arrangements.held_digest if asks else None,
+                    arrangements=engine_rank.arrangements.held_digest if asks else None,
                 )
         meanwhile()
         limit_s = self.settings.request_timeout_s
         with self.report.stage("load"):
-            wait_for(self.engines, has_read_all, limit_s)
+            wait_for(self.engine_ranks, has_read_all, limit_s)
 
     def wait_until_loaded(self) -> list[Loaded]:
         """Wait until all ranks' engine ranks report how they have loaded.
@@ -253,8 +259,8 @@ class Sessions:
         def have_loaded() -> bool | None:
             pause = time.monotonic() + AGREE_EVERY_S
             while True:
-                poll(self.engines)
-                waiting = next((e for e in self.engines if e.session.loaded is None), None)
+                poll(self.engine_ranks)
+                waiting = next((e for e in self.engine_ranks if e.session.loaded is None), None)
                 if waiting is None:
                     return True
                 # An engine rank reports only once all TP ranks of its engine have loaded, which
@@ -270,7 +276,7 @@ class Sessions:
             self.ranks.poll(
                 have_loaded, same=self.sent, differ="the trainer ranks exported different tensors"
             )
-        return [e.session.loaded for e in self.engines if e.session.loaded is not None]
+        return [e.session.loaded for e in self.engine_ranks if e.session.loaded is not None]
 
     def commit(self, *, is_last: bool) -> None:
         """Publish the weights, after all ranks have agreed that everything is loaded.
@@ -278,15 +284,17 @@ class Sessions:
         Args:
             is_last: False: no request may run before the sync's next session has ended.
         """
-        self.may_be_served = bool(self.engines)
+        self.may_be_served = bool(self.engine_ranks)
         try:
             with self.report.stage("publish"):
-                for engine in self.engines:
-                    with engine.naming_errors():
-                        engine.session.commit(engine.request.check_refused, is_last=is_last)
-                for engine in self.engines:
-                    with engine.naming_errors():
-                        engine.session.wait_until_published()
+                for engine_rank in self.engine_ranks:
+                    with engine_rank.naming_errors():
+                        engine_rank.session.commit(
+                            engine_rank.request.check_refused, is_last=is_last
+                        )
+                for engine_rank in self.engine_ranks:
+                    with engine_rank.naming_errors():
+                        engine_rank.session.wait_until_published()
         except EngineFailed:  # its TP ranks have agreed to publish nothing
             self.may_be_served = len(self.requests) > 1
             raise
@@ -357,9 +365,11 @@ class Sessions:
             The errors of servers that were lost meanwhile, or None. If a server dies, a collective
             of the other engines fails, and one of those engines may report its failure first.
         """
-        for engine in self.engines:
-            request = engine.request
-            engine.session.abort(reason, request.check_answer if request.may_have_left else None)
+        for engine_rank in self.engine_ranks:
+            request = engine_rank.request
+            engine_rank.session.abort(
+                reason, request.check_answer if request.may_have_left else None
+            )
         deadline = time.monotonic() + min(GIVE_UP_S, self.settings.request_timeout_s)
         lost = [r.give_up(max(0.0, deadline - time.monotonic())) for r in self.requests]
         return "\n".join(text for text in lost if text and text not in reason) or None

@@ -316,7 +316,7 @@ class WeightSync:
             try:
                 self.check_reply(report)
                 with report.stage("open"):
-                    delivery = self._engines.open(stack, sessions.engines, task, proof)
+                    delivery = self._engines.open(stack, sessions.engine_ranks, task, proof)
                 source = self._choose(sync_pass)
                 is_exported = isinstance(source, ExportedBuckets)
                 if is_exported:
@@ -344,7 +344,7 @@ class WeightSync:
                 learns = sync_pass.learns and proof == "none" and is_exported
                 sessions.finish(source, partial(self._prepare_to_learn, task, learns))
                 loaded = sessions.wait_until_loaded()
-                self._record_loaded(sessions.engines, loaded, report)
+                self._record_loaded(sessions.engine_ranks, loaded, report)
                 if isinstance(source, ExportedBuckets) and learns:
                     self._learn(task, source, loaded)
                     self._check_fallback()
@@ -363,8 +363,8 @@ class WeightSync:
             for route in self._routes:
                 route.note_unmapped()
         if proof == "route":
-            for engine in sessions.engines:
-                engine.arrangements.proven_plan = engine.session.plan
+            for engine_rank in sessions.engine_ranks:
+                engine_rank.arrangements.proven_plan = engine_rank.session.plan
         if proof != "none":
             self._note_compared(sync_pass, loaded)
 
@@ -406,15 +406,15 @@ class WeightSync:
         sync_pass.num_alike = sum(num for _, num in found)
 
     def _record_loaded(
-        self, engines: Sequence[EngineRank], loaded: Sequence[Loaded], report: SyncReport
+        self, engine_ranks: Sequence[EngineRank], loaded: Sequence[Loaded], report: SyncReport
     ) -> None:
         if loaded:
             least = min(loaded, key=attrgetter("num_replayed"))
             report.num_replayed, report.num_eager = least.num_replayed, least.num_eager
             report.eager_reason, report.engine_seconds = least.reason, least.seconds
-        for engine, outcome in zip(engines, loaded, strict=True):
+        for engine_rank, outcome in zip(engine_ranks, loaded, strict=True):
             if outcome.arrangements is not None:
-                engine.arrangements.learn(outcome.arrangements, self._cutter.buckets)
+                engine_rank.arrangements.learn(outcome.arrangements, self._cutter.buckets)
 
     def _learn(self, task: SyncTask, source: ExportedBuckets, loaded: Sequence[Loaded]) -> None:
         """Prepare the routes by which the next syncs go, after an export that is loaded."""
