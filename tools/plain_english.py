@@ -11,6 +11,7 @@ The rules:
   "How".
 - No string literal has a semicolon: no docstring and no message. Code may have semicolons: text in
   backticks, and indented lines under a blank line.
+- The name of a test has at most eight words after `test`.
 - README.md has at most 120 lines.
 """
 
@@ -28,6 +29,7 @@ CLEAN = ["plugins"]
 """The folders and files that `make lint` checks."""
 
 README_MAX_LINES = 120
+TEST_NAME_MAX_WORDS = 8
 
 # Without "tell", "know", "learn", "remember", "forget", "let" and "give": no program does that.
 VERBS = frozenset((ROOT / "tools/verbs.txt").read_text().split())
@@ -65,6 +67,16 @@ def problems_in(path: Path) -> Iterator[Problem]:
     for literal, text in _literals(tree):
         if _has_semicolon(text):
             yield Problem(path, literal.lineno, "semicolon: make two sentences, or use backticks")
+
+
+def long_test_names(path: Path) -> Iterator[Problem]:
+    """Yield the tests of one file whose names have too many words."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            prefix, *words = node.name.split("_")
+            if prefix == "test" and len(words) > TEST_NAME_MAX_WORDS:
+                text = f"{node.name} has {len(words)} words: at most {TEST_NAME_MAX_WORDS}"
+                yield Problem(path, node.lineno, text)
 
 
 def readme_problems(path: Path) -> Iterator[Problem]:
@@ -158,6 +170,8 @@ def main(arguments: list[str]) -> int:
     """Print all problems. Return 1 if there is one."""
     paths = arguments or [str(ROOT / path) for path in CLEAN]
     problems = [problem for path in python_files(paths) for problem in problems_in(path)]
+    for path in python_files([str(ROOT / "tests")]):
+        problems += long_test_names(path)
     problems += readme_problems(ROOT / "README.md")
     for problem in problems:
         print(problem)

@@ -97,7 +97,7 @@ def test_every_call_of_the_platform_exists():
     assert not missing(CpuPlatform(), uses)
 
 
-def test_the_search_finds_calls_and_the_check_what_is_missing():
+def test_search_finds_calls_and_check_finds_gaps():
     source = """
 def one():
     get_torch_device().empty_cache()

@@ -43,7 +43,7 @@ def test_broken_plugins_fail_with_their_traceback(processes):
     assert "preflight is broken" in checks["recipe"]["detail"]
 
 
-def test_verl_and_sglang_go_on_but_the_errors_are_seen(processes):
+def test_verl_and_sglang_continue_with_visible_errors(processes):
     result = processes["imports"].result()
     assert "verl goes on" in result.stdout
     assert "so does SGLang" in result.stdout

@@ -76,7 +76,7 @@ def learn(engine):
     assert (outcome.num_eager, outcome.reason) == (0, None)
 
 
-def test_a_remap_ends_the_plan_and_the_next_one_is_right(engine):
+def test_after_a_remap_a_new_plan_is_right(engine):
     learn(engine)
     before = engine.eager(engine.second)
     assert engine.sync(engine.second).num_eager == 0

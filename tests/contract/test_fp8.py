@@ -82,7 +82,7 @@ def test_what_is_sent_is_what_verl_makes(quantize):
     assert {sent[name].dtype for name, _ in weights()} == {FP8, torch.bfloat16}
 
 
-def test_a_weight_that_verl_fails_to_quantise_is_not_sent(ranks):
+def test_a_weight_verl_cannot_quantise_is_not_sent(ranks):
     """verl's kernel fails without a GPU; it logs that, and goes on with the weight as it is."""
     from verl_sglang_sync.verl.engine_format import NotQuantized, quantized
 
@@ -161,7 +161,7 @@ def test_replay_is_byte_identical(name, engine_of):
         ("qwen2-moe", {"shared_expert_gate.weight"}),
     ],
 )
-def test_weights_in_fp8_on_one_side_alone_are_refused(name, mismatched, engine_of):
+def test_fp8_weights_on_one_side_are_refused(name, mismatched, engine_of):
     """verl picks by name what it quantises; these models of SGLang differ, and take it silently."""
     engine = engine_of(name)
     for published in (engine.specs, None):
@@ -170,7 +170,7 @@ def test_weights_in_fp8_on_one_side_alone_are_refused(name, mismatched, engine_o
         assert {".".join(found.split(".")[-2:]) for found in names} == mismatched
 
 
-def test_a_loader_that_binds_its_scales_anew_stays_eager(engine_of):
+def test_a_loader_that_rebinds_scales_stays_eager(engine_of):
     """DeepSeek takes w_kc and w_vc apart with a scale that is another tensor after every load.
 
     What it is sent here is refused by the manifest check; eager or replayed, the bytes are alike.

@@ -18,7 +18,7 @@ print("after", saver._impl_ctor_kwargs.get("hook_mode"), flush=True)
 """
 
 
-def test_sglang_beside_megatron_gets_the_way_in_which_graphs_are_released(tmp_path):
+def test_sglang_beside_megatron_can_release_graphs(tmp_path):
     log = tmp_path / "log"
     code = Fork(exec, STOCK, environment=CPU_ENVIRONMENT, log=log).wait(200)
     assert code == 0, log.read_text()[-2000:]
@@ -26,7 +26,7 @@ def test_sglang_beside_megatron_gets_the_way_in_which_graphs_are_released(tmp_pa
 
 
 @pytest.mark.parametrize("mode", ("preload", "torch"))
-def test_memory_that_was_allocated_another_way_is_an_error(mode, monkeypatch):
+def test_memory_in_another_hook_mode_is_an_error(mode, monkeypatch):
     saver = SimpleNamespace(_impl=SimpleNamespace(_hook_mode=mode))
     monkeypatch.setattr(torch_memory_saver, "torch_memory_saver", saver)
     if mode == "preload":

@@ -77,7 +77,7 @@ def names_of(requirements):
     }
 
 
-def test_the_group_beside_a_newer_sglang_completes_verl_and_us():
+def test_the_group_for_newer_sglang_completes_dependencies():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     group = names_of(project["dependency-groups"]["beside-newer-sglang"])
     given = group | names_of(requires("sglang") or ()) | {"verl", "sglang"}
@@ -217,7 +217,7 @@ class TestLoaded:
         assert len(files) == 3
         assert all(Path(file).is_relative_to(installation.packages) for file in files)
 
-    def test_by_verl_and_sglang_as_the_doctor_sees_it(self, installation, tmp_path):
+    def test_doctor_sees_both_plugins_loaded(self, installation, tmp_path):
         script = installation.python.with_name("verl-sglang-sync")
         status, checks, overall = report_of(run_process(str(script), *DOCTOR, cwd=tmp_path))
         assert not [check for check in checks.values() if check["status"] == "fail"]

@@ -58,7 +58,7 @@ def problems_of(config):
     return []
 
 
-def test_public_recipes_run_or_are_refused_for_a_reason_that_readme_names(recipes):
+def test_public_recipes_run_or_readme_names_the_reason(recipes):
     refused = {}
     for row in ROWS:
         for problem in problems_of(combined(recipes, row)):

@@ -107,7 +107,7 @@ class TestArguments:
                 assert reached["custom_weight_loader"] == [*users, SESSION_FORMAT]
         assert lost == set(changed)
 
-    def test_graphs_are_captured_under_their_tag_where_they_sleep(self, model):
+    def test_sleeping_graphs_are_captured_under_their_tag(self, model):
         (launched,) = launch(model, f"{SECTION}.release_cuda_graphs=true")
         assert launched.environment[GRAPHS_VARIABLE] == "true"
         assert GRAPHS_VARIABLE not in launch(model)[0].environment

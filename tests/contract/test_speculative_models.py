@@ -83,7 +83,7 @@ def test_the_models_are_those_of_sglangs_own_update(module, name, draft, expecte
     assert models_of(updater, syncs_draft=False) == [TARGET]
 
 
-def test_a_worker_whose_models_are_not_known_is_refused():
+def test_a_worker_with_unknown_models_is_refused():
     """SGLang's own update of this one raises, where it does not tell them; loading the first of its
     drafts alone would not.
     """
@@ -96,7 +96,7 @@ def test_a_worker_whose_models_are_not_known_is_refused():
     assert models_of(updater, syncs_draft=False) == [TARGET]
 
 
-def test_a_format_of_another_release_is_refused_by_name():
+def test_another_releases_format_is_refused_by_name():
     original = Mock(side_effect=AssertionError("SGLang would unpickle what is none"))
     request = SimpleNamespace(load_format="sglang_loader.session.load_session")
     reply = update_on_all_ranks(original, SimpleNamespace(), request)

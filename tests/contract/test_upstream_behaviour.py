@@ -84,9 +84,7 @@ class TestVerl:
 
     @pytest.mark.parametrize("verl_waits", [True, False])
     @pytest.mark.parametrize("tag", ["weights", "kv_cache"])
-    def test_the_kv_cache_is_resumed_when_all_ranks_have_freed_memory(
-        self, tag, verl_waits, monkeypatch
-    ):
+    def test_kv_cache_resumes_after_all_ranks_freed_memory(self, tag, verl_waits, monkeypatch):
         """For `verl_sglang_sync.verl.rollout`: with a verl that does not wait, ours does."""
         from verl_sglang_sync.verl import rollout as module
 
@@ -103,7 +101,7 @@ class TestVerl:
         waits = tag == "kv_cache" and not verl_waits
         assert steps == [*(["barrier"] if waits else []), [tag]]
 
-    def test_the_separate_async_trainer_starts_at_the_default_log_level(self, monkeypatch, caplog):
+    def test_separate_async_trainer_starts_at_default_log_level(self, monkeypatch, caplog):
         """For `verl_sglang_sync.verl.upstream`: verl alone dies of its own line."""
         module = importlib.import_module(SEPARATE_ASYNC)
         if "flush=True" not in inspect.getsource(module):
@@ -161,7 +159,7 @@ class TestTokenizerProcess:
         # SGLang sleeps for 1 s. uvloop counts in whole milliseconds and may end a sleep early.
         assert seconds < 0.8 if is_ours else seconds > 0.9
 
-    def test_a_request_that_no_abort_ends_is_named_after_the_time_limit(self):
+    def test_an_unending_request_is_named_after_the_limit(self):
         """For `verl_sglang_sync.verl.upstream`: later requests begin again."""
         from sglang.srt.utils.aio_rwlock import RWLock
 
@@ -185,7 +183,7 @@ class TestTokenizerProcess:
         asyncio.run(pause())
 
     @pytest.mark.parametrize("is_abort", [True, False])
-    def test_a_request_that_a_pause_has_aborted_before_it_ran(self, is_abort, monkeypatch):
+    def test_a_request_aborted_by_a_pause_before_running(self, is_abort, monkeypatch):
         """For `verl_sglang_sync.verl.replica`: SGLang 0.5.17 raises then, the others do not."""
         manager = importlib.import_module(f"{MANAGERS}.tokenizer_manager")
         aborted = getattr(manager, "RequestAbortedError", None)
@@ -208,7 +206,7 @@ class TestTokenizerProcess:
         assert answer.extra_fields == {"global_steps": 7}
 
     @pytest.mark.parametrize("is_taken", [True, False])
-    def test_a_request_to_an_engine_that_the_trainer_has_taken(self, is_taken, monkeypatch):
+    def test_a_request_to_an_engine_taken_by_trainer(self, is_taken, monkeypatch):
         """For `verl_sglang_sync.verl.replica`: verl's client asks another server after an abort."""
         from fastapi import HTTPException
         from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
@@ -229,7 +227,7 @@ class TestTokenizerProcess:
         assert (answer.token_ids, answer.stop_reason) == ([], "abort")
         assert answer.extra_fields == {"global_steps": None}, "no token, no version"
 
-    def test_a_server_refuses_from_the_pause_on_until_generation_is_resumed(self):
+    def test_a_server_refuses_between_pause_and_resume(self):
         """For `verl_sglang_sync.verl.replica`: what the pause has held is refused as well."""
         from sglang.srt.utils.aio_rwlock import RWLock
 

@@ -230,7 +230,7 @@ def who_needs(name, listed):
 
 
 @pytest.mark.parametrize("module", sorted({module for module, _ in LISTED}))
-def test_what_we_use_is_there_and_takes_what_we_pass(module):
+def test_used_upstream_names_exist_and_take_our_arguments(module):
     for (of_module, name), listed in LISTED.items():
         if of_module == module:
             assert who_needs(name or module, listed), f"{module}:{name}: nobody needs it any more"
@@ -280,7 +280,7 @@ def test_every_hooked_method_is_listed_with_its_parameters():
 
 
 @pytest.mark.parametrize("kind", ["HttpServer", "Replica"])
-def test_what_verl_calls_on_a_server_or_replica_ours_takes_too(kind):
+def test_our_server_and_replica_take_verls_calls(kind):
     """Ours are verl's own classes. What they override has verl's signature, or one more optional
     parameter, which another release of verl passes.
     """
@@ -305,7 +305,7 @@ def test_what_verl_calls_on_a_server_or_replica_ours_takes_too(kind):
         assert inspect.iscoroutinefunction(own) == inspect.iscoroutinefunction(method), name
 
 
-def test_every_request_of_our_client_has_a_route_that_takes_it():
+def test_every_client_request_has_a_matching_endpoint():
     from sglang.srt.entrypoints.http_server import app
 
     from sglang_loader.hooks.proof import add_endpoints

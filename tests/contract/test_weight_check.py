@@ -84,7 +84,7 @@ def test_a_tensor_that_is_left_out_is_missing(engine):
             assert len(blind.missing) == 1
 
 
-def test_a_tensor_under_another_name_is_unexpected_and_missing(engine):
+def test_a_renamed_tensor_is_unexpected_and_missing(engine):
     for i, (name, dtype, shape) in each(engine):
         other = f"{name}_of_another_model"
         found = verdict(engine, changed(engine, i, (other, dtype, shape)), is_distinct=True)
@@ -105,7 +105,7 @@ MISFITS = {
 
 
 @pytest.mark.parametrize("misfit", MISFITS)
-def test_a_tensor_of_another_size_or_kind_is_mismatched(engine, misfit):
+def test_another_size_or_kind_is_mismatched(engine, misfit):
     for blind in (False, True) if misfit == "twice its first size" else (False,):
         for i, spec in each(engine):
             found = verdict(engine, changed(engine, i, MISFITS[misfit](spec)), blind=blind)
@@ -146,7 +146,7 @@ def test_a_tied_head_may_come_under_both_names(name, rendezvous, tmp_path):
             assert found.unexpected == (() if fits else ("lm_head.weight",))
 
 
-def test_after_random_weights_a_tensor_missing_in_all_layers_is_refused(engine):
+def test_random_weights_refuse_tensors_missing_in_all_layers(engine):
     """Other layers tell nothing then, and a published checkpoint may not be readable."""
     patterns = {re.sub(r"\d+", "*", name) for name, _, _ in engine.specs}
     for pattern in patterns:
@@ -173,7 +173,7 @@ MISNAMED = {  # what transformers 5 renames
 
 
 @pytest.mark.parametrize("name", MISNAMED)
-def test_names_that_no_layer_takes_are_refused_without_a_checkpoint(name, rendezvous, tmp_path):
+def test_without_checkpoint_names_without_layers_are_refused(name, rendezvous, tmp_path):
     """The model drops them, and keeps what it was built with."""
     case = case_named(name)
     published = specs_of(save_checkpoint(case, tmp_path))

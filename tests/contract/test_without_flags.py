@@ -139,7 +139,7 @@ def cpu(monkeypatch):
     set_sharing_strategy(before)
 
 
-def test_without_a_preset_the_requests_and_the_server_are_verls_own(rollout, monkeypatch):
+def test_without_a_preset_requests_and_server_are_verls(rollout, monkeypatch):
     from verl.workers.engine import FSDPEngine
     from verl.workers.rollout.base import get_rollout_class
     from verl.workers.rollout.replica import get_rollout_replica_class

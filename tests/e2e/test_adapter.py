@@ -96,7 +96,7 @@ def serve(rank, weights, config):
     return ""
 
 
-def test_an_adapter_is_served_and_replaced_and_one_that_does_not_fit_is_refused_by_name(tmp_path):
+def test_adapters_are_served_replaced_or_refused_by_name(tmp_path):
     from verl.workers.rollout.sglang_rollout.utils import SGLANG_LORA_NAME
 
     close = partial(torch.testing.assert_close, atol=1e-4, rtol=0)

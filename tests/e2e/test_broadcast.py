@@ -129,7 +129,7 @@ SENDS = [
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_every_trainer_rank_sends_what_every_engine_rank_reads(engines, world_size):
+def test_trainer_ranks_send_what_engine_ranks_read(engines, world_size):
     """To each replica alone, to both, and after one has left and joined again."""
     with engines.ranks(world_size) as ranks:
         reports = engines.syncs(Senders(ranks, engines.targets, shards="sent"), SENDS)
@@ -152,7 +152,7 @@ def test_every_trainer_rank_sends_what_every_engine_rank_reads(engines, world_si
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_engines_on_the_trainers_host_read_every_rank_s_shards_where_they_are(engines, world_size):
+def test_engines_on_the_trainers_host_pull_all_shards(engines, world_size):
     """As each replica alone, as both, and after one has left and joined again."""
     with engines.ranks(world_size) as ranks:
         reports = engines.syncs(Senders(ranks, engines.targets, shards="mapped"), SENDS)
@@ -166,9 +166,7 @@ def test_engines_on_the_trainers_host_read_every_rank_s_shards_where_they_are(en
 
 
 @pytest.mark.parametrize(("far", "world_size"), [(0, 2), (1, 2), (1, 1)])
-def test_engines_on_the_trainers_host_read_in_place_while_others_are_sent_to(
-    engines, far, world_size
-):
+def test_near_engines_pull_while_others_are_sent_to(engines, far, world_size):
     """As each replica alone, as both, and after one has left and joined again."""
     near = 1 - far
     with engines.elsewhere(far), engines.ranks(world_size) as ranks:
@@ -203,7 +201,7 @@ def test_every_second_sync_is_proven_again(engines, shards):
     assert [report["is_proven"] for report in reports][1::2] == [True] * 4
 
 
-def test_a_proof_that_one_replica_is_asked_for_is_made_with_all(engines):
+def test_a_requested_proof_is_made_with_all_replicas(engines):
     def last(url):
         return json.loads(get(url, "weight_sync/proof").text)
 
@@ -272,7 +270,7 @@ def die(rank, *_):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_whoever_fails_amid_sending_is_named_and_the_next_sync_is_right(engines):
+def test_a_failure_while_sending_is_named_and_recovered(engines):
     pid, url = engines.pids[1], engines.servers[1].url
     stop_it = partial(stop_engine, pid=pid)
     silent = f"no message from the engine within {LIMIT_S:g} s"
@@ -306,7 +304,7 @@ def cannot_read(rank, reason):
         return rank.kept["sender"].sync(rank.kept["export"].reexport(), "compiled")
 
 
-def test_whoever_fails_while_some_engines_read_and_others_are_sent_to_is_named(engines):
+def test_a_failure_of_mixed_routes_is_named(engines):
     """Also the near one, for which no transfer waits. Where it cannot map, all are sent to."""
     with engines.elsewhere(1), engines.ranks(2) as ranks:
         senders = senders_that_fail(engines, ranks, shards="mapped")
@@ -354,7 +352,7 @@ def be_gone(rank):
     ],
     ids=["before a sync", "amid sending", "as engines read its shards"],
 )
-def test_a_trainer_rank_that_dies_is_named_in_time(engines, shards, dying, limit_s):
+def test_a_dead_trainer_rank_is_named_in_time(engines, shards, dying, limit_s):
     with engines.ranks(2) as ranks:
         senders = senders_that_fail(engines, ranks, shards=shards)
         kind = "num_sent" if shards == "sent" else "num_pulled"
@@ -385,7 +383,7 @@ def first_request(rank):
     return dict(sent[0].payload) if sent else {}
 
 
-def test_what_others_send_with_the_trainers_group_is_refused_before_anything_is_received(engines):
+def test_strangers_in_the_trainers_group_are_refused(engines):
     """A receive that nobody meets would meet the next broadcast, and gloo ends the engine there. A
     group that an engine was told to leave is formed anew before anything is sent.
     """
@@ -412,9 +410,7 @@ def test_what_others_send_with_the_trainers_group_is_refused_before_anything_is_
     engines.check()
 
 
-def test_a_server_that_dies_as_it_reads_in_place_is_named_and_the_others_are_sent_to(
-    engines, tmp_path
-):
+def test_a_server_dead_in_a_pull_is_named(engines, tmp_path):
     with (
         served(tmp_path / "near", model=engines.folder / "model") as near,
         engines.elsewhere(1),
@@ -432,7 +428,7 @@ def test_a_server_that_dies_as_it_reads_in_place_is_named_and_the_others_are_sen
         engines.check()
 
 
-def test_a_server_that_dies_mid_sync_is_named_in_time(engines):
+def test_a_server_dead_in_a_sync_is_named(engines):
     """The last test of the file: no server survives it."""
     pids = engines.pids
 

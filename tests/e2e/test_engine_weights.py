@@ -62,12 +62,12 @@ def case(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_sync_is_bit_exact_also_after_one_that_is_refused_by_name(case, mode):
+def test_sync_is_bit_exact_after_a_refused_one(case, mode):
     check_mode(case.engine, case.ranks, mode)
     assert case.engine.hashes() == case.reference
 
 
-def test_every_way_of_a_sync_leaves_what_the_eager_loader_does(case):
+def test_every_route_equals_the_eager_loader(case):
     """Full tensors on every rank, or shards over all ranks; packed, exchanged or read where they
     are, one of them elsewhere after engines were told where it had been.
     """

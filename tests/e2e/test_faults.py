@@ -59,9 +59,7 @@ def num_loads(storm, slow_nth=0):
 
 @pytest.mark.parametrize("kind", ["lose", "hold", "twice"])
 @presets
-def test_the_weights_are_published_once_though_a_reply_is_lost_or_a_request_comes_twice(
-    storm, preset, kind
-):
+def test_lost_replies_and_repeated_requests_publish_once(storm, preset, kind):
     num_loads(storm)
     storm.proxy.plan(Fault(kind, 1, TIMEOUT_S + 2 if kind == "hold" else 0.0))
     started = time.monotonic()
@@ -83,7 +81,7 @@ def test_the_weights_are_published_once_though_a_reply_is_lost_or_a_request_come
 
 
 @presets
-def test_a_reply_that_is_lost_before_fails_the_sync_on_every_rank(storm, preset):
+def test_an_early_lost_reply_fails_every_rank(storm, preset):
     before = storm.engine.served()
     num_loads(storm, slow_nth=1)
     storm.proxy.plan(Fault("cut", 1, SLOW_S / 3))
@@ -97,7 +95,7 @@ def test_a_reply_that_is_lost_before_fails_the_sync_on_every_rank(storm, preset)
 
 
 @pytest.mark.parametrize(("preset", "victim"), [("flattened", 1), ("packed", 0)])
-def test_a_rank_that_is_killed_is_named_by_the_others_in_time(storm, preset, victim):
+def test_a_killed_rank_is_named_in_time(storm, preset, victim):
     trainer = storm.begin(preset=preset, slow_s=0.1)
     time.sleep(1.0)
     trainer.kill(victim)
@@ -115,7 +113,7 @@ def shared_by_trainers(temporary):
     return folders | {path for path in memory if path.exists()}
 
 
-def test_what_killed_trainers_leave_is_removed_by_the_next_one(storm):
+def test_leftovers_of_killed_trainers_are_removed(storm):
     """And nothing of a trainer that lives: it can go on."""
     shared = []
     for number in (0, 1):
@@ -145,7 +143,7 @@ def wait_until(holds, limit_s):
         time.sleep(0.1)
 
 
-def test_a_server_killed_between_two_buckets_is_named_on_every_rank(storm):
+def test_a_server_killed_between_buckets_is_named_everywhere(storm):
     storm.begin(preset="flattened", slow_s=0.1)
     time.sleep(1.0)
     os.killpg(storm.engine.pid, signal.SIGKILL)

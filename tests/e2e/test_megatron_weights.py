@@ -374,7 +374,7 @@ def sync_spoilt(rank, what):
     asyncio.run(manager.sync(iter(weights.items()), version=what))
 
 
-def test_a_tensor_that_is_lost_or_altered_would_show(case):
+def test_a_lost_or_altered_tensor_would_show(case):
     if not case.is_first:
         pytest.skip("as with the first trainer")
     for what in ("lost", "altered"):

@@ -106,7 +106,7 @@ def test_after_a_failed_sync_the_cache_stays_asleep(engine, ranks):
     assert resume(url, "kv_cache").status == 200
 
 
-def test_a_session_while_requests_are_paused_is_refused_before_its_first_byte(engine, ranks):
+def test_a_session_with_paused_requests_is_refused_early(engine, ranks):
     """Their prefixes would be those of the old weights."""
     before = generate(engine.url)
     with paused_generation(engine.url, LONG):
@@ -117,7 +117,7 @@ def test_a_session_while_requests_are_paused_is_refused_before_its_first_byte(en
     ranks.run(sync_weights, "compiled")
 
 
-def test_a_request_that_comes_in_the_gap_waits_for_a_good_sync(engine, ranks):
+def test_a_request_in_the_gap_waits_for_sync(engine, ranks):
     """Held on all ranks in step, without blocking the sync that it waits for."""
     if engine.tp == 1:
         pytest.skip("this server does not let requests wait for that long")
@@ -140,7 +140,7 @@ def test_a_request_that_comes_in_the_gap_waits_for_a_good_sync(engine, ranks):
     assert tokens_in(text) == before
 
 
-def test_a_request_that_waits_too_long_is_refused_with_the_reason(engine):
+def test_an_overdue_request_is_refused_with_the_reason(engine):
     if engine.tp == 2:
         pytest.skip("this server lets requests wait for long")
     assert release(engine.url, "kv_cache").status == 200
@@ -151,7 +151,7 @@ def test_a_request_that_waits_too_long_is_refused_with_the_reason(engine):
     assert resume(engine.url, "kv_cache").status == 200
 
 
-def test_an_engine_that_the_trainer_takes_refuses_at_once(engine):
+def test_an_engine_taken_by_trainer_refuses_at_once(engine):
     """The request that waits, and those that come before requests are resumed."""
     url = engine.url
     assert release(url, "kv_cache").status == 200

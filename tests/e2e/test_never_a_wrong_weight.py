@@ -68,7 +68,7 @@ GARBAGE = 7.0
     ],
     ids=("in place, without export", "staged, and loaded eagerly too", "flattened"),
 )
-def test_a_sync_that_its_trainer_has_given_up_is_never_published(
+def test_a_sync_abandoned_by_trainer_is_never_published(
     engine, trainer, mode, settings, stops_in_load
 ):
     """The scheduler stops when it has joined, or in the model's `load_weights`, and goes on when
@@ -126,7 +126,7 @@ PROMPTS = ("One", "It was a night of two moons", "def main():", "7 8 9 10 11 12 
 
 @waiting
 @pytest.mark.parametrize(("mode", "refusal"), [("flattened", "rubbish"), ("compiled", "running")])
-def test_after_a_refused_update_no_request_mixes_two_versions(engine, trainer, mode, refusal):
+def test_a_refused_update_mixes_no_versions(engine, trainer, mode, refusal):
     """Streams without a break while ten syncs come; what was refused has touched nothing."""
     manager = trainer.manager(mode)
     weights = [trainer.weights(scale) for scale in (0.5, 1.0)]
@@ -193,9 +193,7 @@ BREAKS_AT = 10
 @refusing
 @pytest.mark.parametrize("num_tensors", [0, 2])
 @pytest.mark.parametrize(("mode", "how"), [("flattened", "raises"), ("compiled", "doubles")])
-def test_after_a_sync_that_broke_off_only_a_whole_one_is_served(
-    engine, trainer, mode, how, num_tensors
-):
+def test_a_broken_sync_is_never_served(engine, trainer, mode, how, num_tensors):
     """Not one of a part of the tensors alone."""
     manager = trainer.manager(mode, manifest_check="off", bucket_bytes=1 << 12)
     whole, others = trainer.weights(), trainer.weights(0.5)

@@ -73,7 +73,7 @@ def wait_until_asked(engine):
         time.sleep(0.2)
 
 
-def test_a_proof_on_demand_finds_a_way_that_broke(tmp_path):
+def test_a_proof_on_demand_finds_a_broken_route(tmp_path):
     access, key = {"admin_api_key": KEY}, ("--admin-api-key", KEY)
     options = {"extra": key, "access": access, "architecture": "qwen3_moe"}
     with served(tmp_path, tp=2, **options) as engine, engine.ranks() as ranks:

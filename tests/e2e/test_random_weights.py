@@ -15,7 +15,7 @@ WARMED_UP = "The server is fired up and ready to roll!"
 EXTRA = ("--load-format", "dummy", "--log-level", "info")
 
 
-def test_requests_wait_for_the_first_sync_and_warm_ups_do_not(tmp_path):
+def test_requests_wait_for_first_sync_warm_ups_not(tmp_path):
     with served(tmp_path, extra=EXTRA, warms_up=True) as engine:
         assert WARMED_UP in engine.log
         with engine.ranks() as ranks, answer_to(engine.url, "early") as answer:

@@ -37,7 +37,7 @@ def wait_for(router, *names):
         time.sleep(0.1)
 
 
-def test_a_server_leaves_its_router_however_ray_ends_its_actor(router):
+def test_a_server_leaves_its_router_at_any_end(router):
     """By `ray.kill`, without a handle left, and with the driver."""
     import ray
 

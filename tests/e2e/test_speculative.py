@@ -9,7 +9,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 INTERPRETED = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "support.interpreted"}
 
 
-def test_a_frozen_draft_is_accepted_as_long_as_it_fits(tmp_path):
+def test_a_frozen_draft_is_accepted_while_it_fits(tmp_path):
     check_accept_lengths(
         "EAGLE",
         tmp_path,

@@ -121,7 +121,7 @@ REPLICAS = Run(
 
 @pytest.mark.slow
 @run([REPLICAS], ids=["replicas"])
-def test_weights_arrive_on_two_replicas_and_a_lost_sync_fails_the_proof(trained):
+def test_weights_reach_two_replicas_and_losses_show(trained):
     *steps, last = read_steps(trained)
     assert len(steps) == 2
     check_arrival(steps)
@@ -131,7 +131,7 @@ def test_weights_arrive_on_two_replicas_and_a_lost_sync_fails_the_proof(trained)
 
 @pytest.mark.slow
 @run([REPLICAS], ids=["replicas"])
-def test_why_no_sync_is_replayed_is_seen_at_verls_default_log_level(trained):
+def test_reasons_for_eager_syncs_reach_the_log(trained):
     """One warning and one line per sync of a replica; the tracker has the number of buckets."""
     steps, log = read_steps(trained), (trained / "run.log").read_text()
     eager = [step.metrics["weight_sync/num_eager"] for step in steps]
@@ -156,7 +156,7 @@ OTHER_ENGINE = (
 
 @pytest.mark.slow
 @run([Run("compiled", overrides=OTHER_ENGINE, variables=FINDING_TESTS)], ids=["file"])
-def test_weights_of_another_checkpoint_engine_arrive_verls_own_way(trained):
+def test_another_checkpoint_engine_delivers_as_verl_does(trained):
     """Of a backend that hands them over as they come in, such as `nccl`; the log says so."""
     log = (trained / "run.log").read_text()
     steps = [Step(row["data"], {}) for row in read_metrics(trained)]
@@ -167,7 +167,7 @@ def test_weights_of_another_checkpoint_engine_arrive_verls_own_way(trained):
 
 @pytest.mark.slow
 @run([Run("", overrides=("actor_rollout_ref.rollout.multi_stage_wake_up=False",))], ids=["verl"])
-def test_without_a_preset_the_installed_plugin_leaves_verls_own_sync_alone(trained):
+def test_without_a_preset_verls_sync_is_unchanged(trained):
     """One stage is verl's default."""
     steps = [Step(row["data"], {}) for row in read_metrics(trained)]
     assert [step.arrived for step in steps] == [True, True], [step.metrics for step in steps]
@@ -210,7 +210,7 @@ LOST_ADAPTER = (*LOSING, "SGLANG_EXTERNAL_MODEL_PACKAGE=support.unpinned")
         ),
     ]
 )
-def test_an_adapter_arrives_as_such_and_a_lost_one_fails_the_proof(trained):
+def test_an_adapter_arrives_unmerged_and_losses_show(trained):
     """The base weights come once. The first step's adapter is zero, the second's is not, and the
     third step samples with that one, because the next was lost.
     """

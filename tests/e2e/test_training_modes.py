@@ -137,7 +137,7 @@ def trained_with(run, name):
 
 
 @trained_with(COLOCATE_ASYNC, "colocate_async")
-def test_colocated_rollouts_go_on_with_the_weights_of_each_sync(trained):
+def test_colocated_rollouts_use_each_syncs_weights(trained):
     versions = check_arrival(trained)
     # A short rollout may begin and end between two syncs, so that a version has no sample.
     assert len(versions[COLOCATED] - {0}) > 1 and not versions[STANDALONE]
@@ -151,7 +151,7 @@ def test_colocated_rollouts_go_on_with_the_weights_of_each_sync(trained):
 
 
 @trained_with(HYBRID, "hybrid_engine")
-def test_both_kinds_of_replicas_get_every_sync_that_verl_makes(trained):
+def test_both_kinds_of_replicas_get_every_sync(trained):
     """Colocated ones are synced for each validation, standalone ones after each step."""
     versions = check_arrival(trained)
     assert versions[COLOCATED] >= set(range(1, NUM_STEPS + 1))
@@ -188,7 +188,7 @@ def check_replayed(reports):
 
 
 @trained_with(DELTAS, "delta_sharded")
-def test_a_preset_serves_the_replicas_that_verls_deltas_do_not_reach(trained):
+def test_a_preset_serves_replicas_without_verls_deltas(trained):
     versions = check_arrival(trained)
     assert versions[COLOCATED] >= set(range(1, NUM_STEPS + 1))
     assert versions[STANDALONE] >= set(range(NUM_STEPS))

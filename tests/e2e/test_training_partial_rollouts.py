@@ -67,7 +67,7 @@ def versions_of(generation):
 
 
 @pytest.mark.parametrize("trained", [RUN], indirect=True, ids=["slow"])
-def test_rollouts_go_on_after_a_sync_and_tell_the_version_of_each_token(trained):
+def test_partial_rollouts_report_each_tokens_version(trained):
     """All trajectories of all batches, as the trainer has them."""
     lines = (trained / "generations.jsonl").read_text().splitlines()
     generations = [json.loads(line) for line in lines]

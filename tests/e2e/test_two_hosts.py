@@ -192,7 +192,7 @@ def sends(rank, url, address):
     return seen, report
 
 
-def test_ranks_on_both_hosts_send_their_shards_to_engine_ranks_on_both(launched):
+def test_ranks_of_two_hosts_send_to_both(launched):
     with launched.ranks() as ranks:
         seen, report = ranks.run(sends, launched.url, launched.hosts[0].address)[0]
     first, halved, *others = seen
@@ -202,7 +202,7 @@ def test_ranks_on_both_hosts_send_their_shards_to_engine_ranks_on_both(launched)
     assert all(min(sent) > 0 for sent in report["pair_bytes"]), "also to the other host"
 
 
-def test_a_server_whose_actor_is_killed_leaves_its_router(launched):
+def test_a_killed_actors_server_leaves_its_router(launched):
     launched.kill_servers()
     deadline = time.monotonic() + 30
     while launched.router.workers() != []:

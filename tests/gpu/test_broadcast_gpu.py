@@ -53,7 +53,7 @@ def test_broadcast_syncs_are_bit_exact_over_nccl(tmp_path):
 
 
 @pytest.mark.parametrize(("in_place", "route"), [(False, "num_sent"), (True, "num_pulled")])
-def test_the_engine_reads_what_it_is_sent_or_the_trainers_memory(tmp_path, in_place, route):
+def test_the_engine_reads_sent_or_mapped_memory(tmp_path, in_place, route):
     """The first syncs, which make the plan, are broadcast; the last leave what those did."""
     make_assets(tmp_path, architecture="qwen3_moe")
     options = {"device": "cuda", "extra": ("--base-gpu-id", "1")}
@@ -80,7 +80,7 @@ def test_the_engine_reads_what_it_is_sent_or_the_trainers_memory(tmp_path, in_pl
 
 
 @pytest.mark.gpu(4)
-def test_one_engine_reads_in_place_while_another_is_sent_to(tmp_path):
+def test_one_engine_pulls_while_another_is_sent_to(tmp_path):
     """Two trainer ranks and two engines; one of these is on another host, as far as it knows."""
     make_assets(tmp_path, architecture="qwen3_moe")
     options = {"model": tmp_path / "model", "device": "cuda", "loaders": (HOST_LOADER,)}

@@ -34,7 +34,7 @@ def sync(rank, mode, scale):
     return report_of_cycle(rank.kept_manager(mode), scaled, "other")
 
 
-def test_a_rebalancing_ends_the_plan_and_the_next_one_is_right(tmp_path):
+def test_after_a_rebalancing_a_new_plan_is_right(tmp_path):
     make_model(MODEL, tmp_path / "model")
     options = {"device": "cuda", "extra": EXTRA, "host_backup": "auto"}
     with served(tmp_path, tp=2, **options) as engine, engine.ranks(**ON_GPUS) as ranks:

@@ -44,7 +44,7 @@ def test_without_a_coverage_every_byte_returns(policy, tmp_path):
         assert ("weights backup: saved" in memory.engine.log) == (policy == "auto")
 
 
-def test_seconds_host_memory_and_lack_of_room_of_a_larger_model(tmp_path):
+def test_a_larger_models_seconds_and_memory(tmp_path):
     make_assets(tmp_path, architecture="qwen3")
     enlarge(tmp_path / "model", max_position_embeddings=32768)
     with memory_of(tmp_path, "auto", "--load-format", "dummy") as memory:

@@ -26,7 +26,7 @@ def test_places_that_need_more_than_31_bits_count():
         assert torch.equal(found[0], module._by_torch(data))
 
 
-def test_a_kernel_that_finds_anything_else_is_not_used(monkeypatch, caplog):
+def test_a_kernel_with_another_result_is_not_used(monkeypatch, caplog):
     device = torch.device("cuda", torch.cuda.current_device())
     data = random_bytes(1000)
     module._is_available.cache_clear()

@@ -79,14 +79,14 @@ def test_every_field_of_the_installed_peft_is_decided():
 
 
 @pytest.mark.parametrize("value", [True, 3, "on", [1], {"a": 1}])
-def test_a_field_of_a_later_peft_is_refused_if_it_is_set(value):
+def test_a_field_of_newer_peft_is_refused(value):
     config = PLAIN.to_dict()
     assert config_refusals({**config, "use_later_lora": value}) == [f"use_later_lora={value!r}"]
     for off in (None, False, [], {}, "none"):
         assert config_refusals({**config, "use_later_lora": off}) == []
 
 
-def test_an_adapter_of_another_kind_is_refused_by_name():
+def test_another_kind_of_adapter_is_refused_by_name():
     for peft_type in PEFT_TYPE_TO_CONFIG_MAPPING:
         refused = config_refusals({**PLAIN.to_dict(), "peft_type": peft_type})
         assert refused == ([] if peft_type == "LORA" else [f"peft_type={peft_type.value!r}"])
@@ -125,7 +125,7 @@ def test_what_is_served_computes_what_peft_computes(options):
     assert served["target_modules"] == sorted(seen)
 
 
-def test_without_patterns_the_tensors_are_left_as_they_are():
+def test_without_patterns_the_tensors_stay_unchanged():
     weights, config, _ = exported(target_modules="all-linear", use_rslora=True)
     served, tensors = served_adapter(config, weights)
     assert all(tensors[name] is tensor for name, tensor in weights.items())
@@ -173,18 +173,18 @@ def ab(*modules):
         ({f"{LAYER}.self_attn.o_proj.lora_A.weight": (3, 4)}, "its rank is 4"),
     ],
 )
-def test_what_sglang_would_drop_or_end_at_is_refused(shapes, reason):
+def test_tensors_sglang_drops_or_ends_at_are_refused(shapes, reason):
     refused = tensor_refusals({"r": 4, "lora_alpha": 4}, shapes)
     assert any(reason in each for each in refused), refused
 
 
-def test_experts_beside_a_shared_one_are_each_in_their_place():
+def test_experts_beside_a_shared_one_stay_in_place():
     experts = [f"{LAYER}.mlp.experts.{n}.down_proj" for n in range(3)]
     shapes = ab(*experts, f"{LAYER}.mlp.shared_expert.down_proj")
     assert tensor_refusals({"r": 4, "lora_alpha": 4}, shapes) == []
 
 
-def test_a_refusal_names_its_reasons_and_what_to_do():
+def test_a_refusal_names_reasons_and_advice():
     weights, config, _ = exported(target_modules=["v_proj"])
     update = collected(weights, config)
     assert "SGLang needs one on q_proj" in update.refusal
@@ -193,7 +193,7 @@ def test_a_refusal_names_its_reasons_and_what_to_do():
     assert rank_without_engine.refusal == update.refusal
 
 
-def test_the_configuration_is_checked_before_the_base_weights_are_synced():
+def test_configuration_is_checked_before_base_weights_are_synced():
     check_adapter(PLAIN.to_dict(), ["default"])
     with pytest.raises(ValueError, match="use_dora=True"):
         check_adapter({**PLAIN.to_dict(), "use_dora": True}, ["default"])

@@ -58,7 +58,7 @@ def sync(adapters, **engines):
     return report
 
 
-def test_engines_that_come_go_and_fail_serve_the_adapter_after_the_next_sync():
+def test_changed_engines_serve_the_adapter_after_next_sync():
     first, second, late = Engine(), Engine(), Engine()
     adapters = AdapterSync(TrainerRanks())
     assert "unload_adapter" not in sync(adapters, first=first, second=second).seconds
@@ -73,7 +73,7 @@ def test_engines_that_come_go_and_fail_serve_the_adapter_after_the_next_sync():
         sync(adapters, first=first, second=second, late=late)
 
 
-def test_an_engine_whose_reply_was_lost_serves_the_adapter_after_the_next_sync():
+def test_after_lost_replies_the_next_adapter_is_served():
     engine, adapters = Engine(), AdapterSync(TrainerRanks())
     engine.loses = UPDATE.load.operation.path
     with pytest.raises(WeightSyncError, match="reply was lost"):
@@ -83,7 +83,7 @@ def test_an_engine_whose_reply_was_lost_serves_the_adapter_after_the_next_sync()
         sync(adapters, engine=engine)
 
 
-def test_a_refused_adapter_leaves_every_engine_as_it_was():
+def test_a_refused_adapter_leaves_every_engine_unchanged():
     serving, empty, adapters = Engine(), Engine(), AdapterSync(TrainerRanks())
     sync(adapters, serving=serving)
     report = SyncReport(mode="compiled", replica=None)

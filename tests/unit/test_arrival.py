@@ -40,7 +40,7 @@ def test_every_group_differs_after_the_weights_advanced():
         assert difference(checksums(weights), old) == list(checksums(weights))
 
 
-def test_fused_weights_are_recognised_and_one_changed_or_lost_element_is_noticed():
+def test_fused_weights_and_their_losses_are_recognised():
     weights = trainers()
     held = engines(weights)
     assert not difference(checksums(weights), checksums(held))
@@ -61,7 +61,7 @@ def ranks_of(weights, parts=(0, 1)):
     return [checksums(tensors, key_of=str) for tensors in held]
 
 
-def test_the_parts_of_two_ranks_are_recognised_together_alone():
+def test_two_ranks_parts_are_recognised_only_together():
     weights = trainers()
     expected = checksums(weights)
     assert not difference(expected, merged(ranks_of(weights)))
@@ -78,7 +78,7 @@ def test_the_parts_of_two_ranks_are_recognised_together_alone():
     ("trainers", "engine_tp", "replicas", "part"),
     [(1, 1, 1, 1), (2, 2, 1, 1 / 2), (2, 1, 2, 1), (1, 2, 1, 1), (1, 1, 3, 3), (3, 2, 1, 1 / 2)],
 )
-def test_the_limit_is_what_the_busiest_gpu_sends_or_takes_in(trainers, engine_tp, replicas, part):
+def test_the_limit_is_the_busiest_gpus_traffic(trainers, engine_tp, replicas, part):
     setting = Setting(
         model="tiny",
         device="cpu",

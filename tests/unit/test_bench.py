@@ -36,13 +36,13 @@ def test_a_gpu_that_is_too_small_is_refused():
         (["--json", "/dev/null/file", "--device", "cpu"], "File exists: '/dev/null'"),
     ],
 )
-def test_a_choice_that_cannot_be_is_an_error_that_names_what_is_allowed(options, text):
+def test_impossible_choices_name_the_allowed_ones(options, text):
     result = CliRunner().invoke(app, ["bench", *options])
     assert result.exit_code == 2
     assert text in result.output
 
 
-def test_a_server_that_has_only_just_started_is_ended(tmp_path):
+def test_a_server_that_just_started_is_ended(tmp_path):
     """A fork is not the leader of its process group yet."""
 
     def start(arguments, environment, log):

@@ -69,7 +69,7 @@ def test_a_peer_that_is_gone_is_an_error(work):
 
 
 @pytest.mark.parametrize("arrives", [True, False])
-def test_on_a_gpu_only_the_event_says_that_the_bytes_are_there(work, monkeypatch, arrives):
+def test_on_a_gpu_only_events_show_arrival(work, monkeypatch, arrives):
     """torch's account of a failed NCCL communicator is "completed" although nothing came."""
     monkeypatch.setattr(broadcast, "GRACE_S", 0.01)
     started = Broadcast(some_bytes(), GROUP)
@@ -120,7 +120,7 @@ def test_a_receiver_still_waits_after_its_session_failed(work, receiver):
     assert not receiver.is_waiting_in(GROUP)
 
 
-def test_buffers_are_kept_from_session_to_session_and_given_back_with_the_group(work, receiver):
+def test_buffers_live_as_long_as_the_group(work, receiver):
     work.completed = True
     begin(receiver, 2)
     sources = [receiver.source(bucket(i, layout=bytes([i])), 8) for i in range(2)]
@@ -140,7 +140,7 @@ def test_buffers_are_kept_from_session_to_session_and_given_back_with_the_group(
     assert not any(end.alive for end in ends)
 
 
-def test_a_bucket_of_which_nothing_is_read_has_no_pieces(receiver, monkeypatch):
+def test_a_bucket_without_reads_has_no_pieces(receiver, monkeypatch):
     receiver.begin_session(GROUP, TWO, CPU, 1)
     sizes = []
     monkeypatch.setattr(group_receiver, "all_to_all", lambda *args: sizes.append(args[3]))
@@ -163,9 +163,7 @@ MAPPED = wire.SharedBuffer(slot=0, name="b", handle=None, keep=False)
         (TWO, {"receives": [[8, 0, 0]]}, "of 3 ranks, .*in one of 2"),
     ],
 )
-def test_what_comes_neither_by_broadcast_nor_in_the_groups_parts_is_not_received(
-    receiver, senders, changes, problem
-):
+def test_bytes_of_another_transport_are_not_received(receiver, senders, changes, problem):
     receiver.begin_session(GROUP, senders, CPU, 1)
     with pytest.raises(SessionError, match=f"bucket 2 .*{problem}"):
         receiver.begin_bucket(bucket(2, **changes), EIGHT_BYTES)
@@ -210,7 +208,7 @@ def joined(monkeypatch):
     return runner
 
 
-def test_a_session_is_served_in_the_group_of_its_trainer_alone(work, joined):
+def test_a_session_is_served_only_in_its_group(work, joined):
     assert group_hooks.groups_of(joined, DESCRIPTOR) == [GROUP]
     elsewhere = msgspec.structs.replace(DESCRIPTOR, endpoint="tcp://10.6.6.6:1")
     with pytest.raises(
@@ -259,7 +257,7 @@ def left(monkeypatch):
 
 
 @pytest.mark.parametrize("error", (None, RuntimeError("a rank is gone"), MemoryError("no room")))
-def test_an_engine_joins_a_group_of_ours_or_leaves_it(work, monkeypatch, error):
+def test_an_engine_joins_or_leaves_our_group(work, monkeypatch, error):
     def formed(store, rank, world_size, **_):
         assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
         assert (rank, world_size) == (2, 3)
@@ -283,7 +281,7 @@ def test_an_engine_joins_a_group_of_ours_or_leaves_it(work, monkeypatch, error):
         assert left == [(GROUP, True)] and not runner._model_update_group
 
 
-def test_a_group_without_a_secret_serves_no_session_and_is_left_when_told(monkeypatch, left):
+def test_a_group_without_a_secret_serves_no_session(monkeypatch, left):
     """Its store was closed between."""
 
     def closed(group):
@@ -324,7 +322,7 @@ def test_other_groups_are_sglangs_own(work, left):
 
 
 @pytest.mark.parametrize("arrived", [True, False])
-def test_a_group_is_aborted_only_if_a_broadcast_is_outstanding(work, left, joined, arrived):
+def test_a_group_aborts_only_with_outstanding_broadcasts(work, left, joined, arrived):
     receiver = group_hooks.receiver
     work.completed = arrived
     begin(receiver, 2)
@@ -335,7 +333,7 @@ def test_a_group_is_aborted_only_if_a_broadcast_is_outstanding(work, left, joine
     assert not receiver.is_waiting_in(GROUP)
 
 
-def test_the_last_reference_to_a_group_goes_with_it(left, joined):
+def test_the_last_reference_ends_with_its_group(left, joined):
     """gloo waits for outstanding collectives when it is dropped: `leave` does that in a thread."""
     group = Runner()
     joined._model_update_group["weight_sync_a"] = group
@@ -357,7 +355,7 @@ def test_leaving_ends_though_a_peer_is_dead(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("value", [None, "1"])
-def test_a_trainer_with_another_nccl_setting_than_sglangs_is_refused(monkeypatch, value):
+def test_a_trainer_with_other_nccl_settings_is_refused(monkeypatch, value):
     from verl_sglang_sync.verl.checkpoint_engine import _check_nccl
 
     monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)

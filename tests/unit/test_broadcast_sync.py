@@ -130,7 +130,7 @@ def weights(num=5, first=0.0):
     return [(f"t{i}", torch.arange(128.0) + i + first) for i in range(num)]
 
 
-def test_good_replies_may_come_before_the_sessions_tell_of_the_publication(groups, monkeypatch):
+def test_good_replies_may_come_before_published(groups, monkeypatch):
     monkeypatch.setattr("sglang_loader.common.session.channel.GRACE_MS", 10)
     for engine in groups.engines:
         engine.tells_late_s = 0.3
@@ -181,7 +181,7 @@ def test_no_broadcast_begins_before_all_engines_receive_it(groups, monkeypatch, 
 
 @pytest.mark.parametrize(("replica", "rank"), [(0, 0), (1, 1)])
 @pytest.mark.parametrize("at", [0, 2, 4])
-def test_an_engine_rank_that_fails_is_named_and_nothing_is_published(groups, replica, rank, at):
+def test_a_failed_engine_rank_is_named_unpublished(groups, replica, rank, at):
     sync = weight_sync(groups)
     sync(weights())
     groups.engines[replica].models[rank].fails_at = at
@@ -198,7 +198,7 @@ def test_an_engine_rank_that_fails_is_named_and_nothing_is_published(groups, rep
     assert [engine.num_published for engine in groups.engines] == [2, 2]
 
 
-def test_what_all_ranks_of_an_engine_refuse_is_raised_and_a_remark_is_logged_once(groups, caplog):
+def test_refusals_are_raised_and_remarks_logged_once(groups, caplog):
     sync = weight_sync(groups, manifest_check="off")
     groups.engines[1].remarks = ["t4 is not the model's", "torch copies weights, slower"]
     for _ in range(2):
@@ -229,7 +229,7 @@ def test_an_export_that_fails_ends_all_sessions(groups):
         assert not thread.is_alive()
 
 
-def test_the_group_of_a_sync_that_a_reply_has_failed_ends_at_once(groups, monkeypatch):
+def test_a_bad_reply_ends_the_group_at_once(groups, monkeypatch):
     """Not when the garbage collector comes: engines that leave a gloo group wait for its end."""
     sync = weight_sync(groups)
     sync(weights())

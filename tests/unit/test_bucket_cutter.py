@@ -138,7 +138,7 @@ def check_groups_whole(plan):
 
 @settings(max_examples=400, deadline=None)
 @given(exports(), limits)
-def test_every_tensor_lands_once_in_its_unit_in_a_bucket_as_full_as_it_may_be(specs, limit):
+def test_tensors_fill_buckets_once_by_unit(specs, limit):
     filler, plan = BucketFiller(bucket_bytes=limit), []
     for each in specs:
         closed = filler.add(each)
@@ -174,7 +174,7 @@ def check_slots(bucket):
 Q_A, KV_A = (f"l.0.{name}" for name in PAIRS[0])
 
 
-def test_no_suffix_belongs_to_two_pairs_or_ends_with_another():
+def test_suffixes_of_pairs_never_overlap():
     suffixes = [suffix for pair in FUSED_PAIRS for suffix in pair]
     assert len(suffixes) == len(set(suffixes))
     assert not [each for each in suffixes for end in suffixes if each != end and each.endswith(end)]
@@ -232,9 +232,7 @@ def changed(named, at, change):
     st.sampled_from(list(CHANGES)),
     st.data(),
 )
-def test_a_known_export_is_cut_as_the_filler_cuts_it_and_a_changed_one_loses_nothing(
-    sizes, change, data
-):
+def test_a_known_export_is_cut_the_same(sizes, change, data):
     """Whoever sends the last bucket does not wait for its staging buffer; another one, called the
     last, would overwrite it.
     """
@@ -265,7 +263,7 @@ def test_a_known_export_is_cut_as_the_filler_cuts_it_and_a_changed_one_loses_not
         assert all(a.bucket is b.bucket for a, b in zip(found[first], found[again], strict=True))
 
 
-def test_a_bucket_that_is_being_sent_is_held_by_its_consumer_alone():
+def test_only_the_consumer_holds_a_sent_bucket():
     tensors = [torch.ones(LIMIT // 4) for _ in range(3)]
     alive = [weakref.ref(tensor) for tensor in tensors]
     named = ((f"t{i}", tensors.pop(0)) for i in range(3))

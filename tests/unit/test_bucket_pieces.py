@@ -79,7 +79,7 @@ def memory_in_slots(*sizes):
     return dict(zip((1, 3), memories, strict=True))
 
 
-def test_a_bucket_in_other_memory_has_the_map_that_it_had():
+def test_a_bucket_in_other_memory_reuses_its_map():
     sources, here, there = SourceCache(), memory_in_slots(16, 16), memory_in_slots(16, 16)
     first = sources.of(message(PIECES), here, 24)
     assert sources.of(message(PIECES), here, 24) is first
@@ -97,7 +97,7 @@ def test_other_pieces_have_another_map():
     assert sources.of(others, slots, 24).map is not first.map
 
 
-def test_two_ways_of_a_bucket_are_remembered_and_older_ones_are_let_go():
+def test_only_two_maps_of_a_bucket_are_kept():
     sources, slots = SourceCache(), memory_in_slots(16, 16)
     ways = [message([PIECES[0], BucketPiece(1, offset, 16, 8)]) for offset in range(3)]
     exported, pulled = (sources.of(way, slots, 24).map for way in ways[:2])
@@ -109,7 +109,7 @@ def test_two_ways_of_a_bucket_are_remembered_and_older_ones_are_let_go():
     assert sources.of(ways[1], slots, 24).map is pulled
 
 
-def test_a_known_map_is_refused_where_memory_or_the_bucket_is_too_small_now():
+def test_a_known_map_of_smaller_memory_is_refused():
     sources = SourceCache()
     sources.of(message(PIECES), memory_in_slots(16, 16), 24)
     with pytest.raises(SessionError, match="leaves its memory"):

@@ -71,7 +71,7 @@ class Trainer:
         asyncio.run(self._checkpoint_engine.send_weights(weights, step))
 
 
-def test_every_replica_of_a_sync_gets_the_adapter_and_a_new_one_the_weights_below_it(monkeypatch):
+def test_new_replicas_get_base_weights_and_adapter(monkeypatch):
     trainer = Trainer(monkeypatch)
     for step, names in enumerate(("ab", "ac", "ab", "ab", "a", "abc")):
         before = {name: engine.num_loads for name, engine in trainer.engines.items()}
@@ -82,7 +82,7 @@ def test_every_replica_of_a_sync_gets_the_adapter_and_a_new_one_the_weights_belo
     assert trainer.synced == ["ab", "ac", "ab", "abc"], "who left may have been restarted"
 
 
-def test_after_a_sync_that_failed_all_replicas_get_the_weights_again(monkeypatch):
+def test_after_a_failed_sync_all_replicas_get_weights(monkeypatch):
     trainer = Trainer(monkeypatch)
     trainer.send("ab", 1)
     trainer.fails = True
@@ -103,13 +103,13 @@ def send_to_a_server_that_is_gone():
     return str(error.value), trainer.synced
 
 
-def test_a_server_that_is_gone_is_named_on_all_ranks(pool):
+def test_a_missing_server_is_named_on_all_ranks(pool):
     for error, synced in pool.run(send_to_a_server_that_is_gone):
         assert "rank 0: Traceback" in error and "d has died" in error
         assert synced == []
 
 
-def test_a_server_that_is_silent_is_named_in_time(monkeypatch):
+def test_a_silent_server_is_named_in_time(monkeypatch):
     trainer = Trainer(monkeypatch)
     with pytest.raises(WeightSyncError, match="server silent did not answer within"):
         trainer.send(["a", "silent"], 1, request_timeout_s=0.2)

@@ -108,7 +108,7 @@ def test_tensors_that_are_joined_wait_for_each_other():
     ],
     ids=["transposed or not", "quantised", "a dimension of one", "no two halves"],
 )  # fmt: skip
-def test_what_loading_may_not_bring_back_is_named_as_verl_names_it(conversion, shape):
+def test_names_loading_cannot_restore_stay_verls(conversion, shape):
     fused = numbered(*shape)
     model = model_of(conversion, WeightRenaming("vision", "visual"))
     found = saved(model, layers__0__mlp__experts__gate_up_proj=fused, visual__w=numbered(2))
@@ -121,7 +121,7 @@ def test_what_loading_may_not_bring_back_is_named_as_verl_names_it(conversion, s
         assert torch.equal(found[f"{prefix}.up_proj.weight"], fused[i, gate:])
 
 
-def test_a_fused_layout_of_the_checkpoint_is_not_taken_apart():
+def test_a_fused_checkpoint_layout_is_not_split():
     fused = numbered(2, 6, 4)
     model = model_of(WeightConverter(FUSED[9:], FUSED[9:], [Transpose(1, 2)]))
     [(name, tensor)] = in_checkpoint_format([(FUSED, fused)], model)
@@ -129,13 +129,13 @@ def test_a_fused_layout_of_the_checkpoint_is_not_taken_apart():
     assert torch.equal(tensor, fused.transpose(1, 2)) and tensor.is_contiguous()
 
 
-def test_a_name_that_loading_would_not_bring_back_stays():
+def test_an_irreversible_name_stays():
     model = model_of(WeightRenaming(".x.", ".y."), WeightRenaming(".y.", ".z."))
     found = saved(model, m__z__w=numbered(1), m__y__w=numbered(1))
     assert list(found) == ["m.x.w", "m.y.w"]
 
 
-def test_names_of_base_layers_under_an_adapter_are_those_of_the_checkpoint():
+def test_base_layers_under_adapters_keep_checkpoint_names():
     model = model_of(WeightRenaming(r"(?<!_)model(?!\.visual)", "model.language_model"))
     found = saved(model, model__language_model__q_proj__base_layer__weight=numbered(1))
     assert list(found) == ["model.q_proj.base_layer.weight"]

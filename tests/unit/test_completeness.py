@@ -23,7 +23,7 @@ def layout(names):
 @example([(["abc"], FAILS), (["ab"], PROVEN), ([], FAILS), (["ab"], COMPLETE)])
 @example([(["a"], COMPLETE), ([], FAILS), (["a"], COMPLETE), ([], FAILS), ([], COMPLETE)])
 @settings(max_examples=300)
-def test_after_a_failure_only_all_that_came_before_makes_the_weights_complete(syncs):
+def test_after_a_failure_completeness_needs_everything(syncs):
     state, ever, is_good, has_completed = Completeness(), frozenset[str](), True, False
     for buckets, end in syncs:
         brought = frozenset[str]().union(*buckets)

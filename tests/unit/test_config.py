@@ -45,7 +45,7 @@ def rollout(**changes):
     return config
 
 
-def test_the_presets_on_disk_are_those_that_are_known():
+def test_the_presets_on_disk_are_known():
     assert (
         set(PRESETS) == {*KNOWN_PRESETS, FLATTENED_ALIAS} == {*MODES, "disaggregated", "bucketed"}
     )
@@ -125,7 +125,7 @@ REFUSED = {
         (f"{SECTION}.report_file", "~no_such_user/x", "there is no such user on this host"),
     ],
 )
-def test_a_bad_value_is_refused_by_key_value_and_what_is_allowed(key, value, allowed):
+def test_bad_values_are_refused_with_what_is_allowed(key, value, allowed):
     changes = {f"{SECTION}.mode": "flattened", key: value}
     config = rollout(
         **{k.removeprefix(f"{ROLLOUT}.").replace(".", "__"): v for k, v in changes.items()}
@@ -147,7 +147,7 @@ def test_a_request_need_not_wait():
     assert settings.stale_requests_timeout_s == 0
 
 
-def test_the_routers_key_is_refused_and_told_to_nobody():
+def test_the_routers_key_is_refused_and_hidden():
     section = {"mode": "flattened", "router_url": "http://r:1", "router_api_key": "secret"}
     with pytest.raises(ValueError, match="VERL_SGLANG_SYNC_ROUTER_API_KEY") as error:
         WeightSyncConfig.from_rollout(rollout(custom__weight_sync=section))
@@ -175,7 +175,7 @@ def recipes():
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_preset_has_exactly_the_known_keys_and_the_defaults(recipes, preset):
+def test_a_preset_has_the_known_keys_and_defaults(recipes, preset):
     keys = OmegaConf.to_container(OmegaConf.select(recipes[preset], SECTION))
     mode = "compiled" if preset in ("compiled", "disaggregated") else "flattened"
     assert set(keys) == {*PRESET_KEYS, *(COMPILED_KEYS if mode == "compiled" else ())}
@@ -208,20 +208,20 @@ def test_a_preset_changes_nothing_else_of_the_recipe(recipes, preset):
     assert with_preset == without
 
 
-def test_off_is_read_also_where_yaml_makes_it_false():
+def test_off_is_read_if_yaml_makes_it_false():
     config = rollout(custom__weight_sync__manifest_check=False)
     assert WeightSyncConfig.from_rollout(config).manifest_check == "off"
 
 
 @pytest.mark.parametrize(("key", "value"), REMOVED_VALUES)
-def test_a_value_that_was_removed_names_what_replaces_it(key, value):
+def test_a_removed_value_names_its_replacement(key, value):
     config = rollout(**{f"custom__weight_sync__{key}": value})
     said = f"{SECTION}.{key}={value!r}: this value was removed (use "
     with pytest.raises(ValueError, match=re.escape(said)):
         WeightSyncConfig.from_rollout(config)
 
 
-def test_the_host_keeps_less_only_with_a_load_plan(recipes):
+def test_the_host_keeps_less_with_a_load_plan(recipes):
     def host_backup(preset):
         return WeightSyncConfig.from_rollout(recipes[preset].actor_rollout_ref.rollout).host_backup
 

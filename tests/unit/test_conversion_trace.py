@@ -193,7 +193,7 @@ def refused(conversion, kind):
     return str(error.value)
 
 
-def test_every_tensor_is_the_bytes_that_the_trace_names(pool):
+def test_every_tensor_equals_its_traced_bytes(pool):
     for names, wrong, holders in pool.run(trace_and_assemble):
         assert len(names) == 8
         assert wrong == []
@@ -225,12 +225,12 @@ def test_what_is_not_the_parameters_bytes_is_refused(pool, conversion, reason):
 
 
 @pytest.mark.parametrize("conversion", [plus_one, as_float, shuffled])
-def test_a_parameter_that_is_converted_unlike_others_of_its_kind_is_refused(pool, conversion):
+def test_a_parameter_with_another_conversion_is_refused(pool, conversion):
     pool.run(refused, conversion, "a kind")
 
 
 @pytest.mark.parametrize("number", [torch.int32, torch.int64])
-def test_codes_that_do_not_fit_32_bits_have_64(number, monkeypatch):
+def test_codes_beyond_32_bits_have_64(number, monkeypatch):
     """In one process: which integers are chosen, and that both can be scrambled."""
     from verl_sglang_sync.sources.conversion_trace import _Codes
 
@@ -244,7 +244,7 @@ def test_codes_that_do_not_fit_32_bits_have_64(number, monkeypatch):
     assert codes.unscramble(there).tolist() == [6, 7, 8, 9, 10, 11]
 
 
-def test_ranks_that_traced_a_tensor_differently_agree_on_nothing():
+def test_ranks_with_different_traces_agree_on_nothing():
     tensor = TracedTensor(torch.uint8, (4,), Origin(0, ByteMap(0, ((4, 1),))))
     first = TracedExport((TracedParameter("p", Owners((0,), ((0,),), 8)),), {"t": tensor})
     other = replace(tensor, origin=Origin(0, ByteMap(4, ((4, 1),))))

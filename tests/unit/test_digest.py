@@ -68,7 +68,7 @@ def test_two_words_exchanged_change_it(words, data):
     assert_all_differ([torch.tensor(words), torch.tensor(other)])
 
 
-def test_a_digest_is_what_is_described_a_chunk_at_a_time(monkeypatch):
+def test_a_chunked_digest_equals_its_description(monkeypatch):
     monkeypatch.setattr(module, "CHUNK_WORDS", 4)
     storages = [random_bytes(size) for size in range(100)]
     expected = [as_described(bytes(data.tolist())) for data in storages]

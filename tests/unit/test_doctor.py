@@ -198,7 +198,7 @@ def probe(tmp_path, monkeypatch):
     return make
 
 
-def test_a_probe_runs_elsewhere_with_the_environment_and_may_print(probe):
+def test_a_probe_gets_the_environment_and_may_print(probe):
     body = "import os; print('noise', end=''); return os.getpid(), os.environ['MADE_UP']"
     pid, value = run_probe(probe(body), {"MADE_UP": "x"})
     assert (pid != os.getpid(), value) == (True, "x")

@@ -54,7 +54,7 @@ def test_every_setting_is_in_the_readme():
     assert keys == {*PRESET_KEYS, *COMPILED_KEYS}
 
 
-def test_every_field_and_stage_of_a_report_is_described():
+def test_every_report_field_and_stage_is_described():
     fields = {name.split(".")[0] for name in first_column("docs/report.md", "| field | meaning |")}
     assert fields == {field.name for field in dataclasses.fields(SyncReport)}
     stages = first_column("docs/report.md", "| stage | what the leading rank does |")

@@ -62,7 +62,7 @@ def _play(options, *steps):
     return asdict(rank.seen)
 
 
-def test_a_proof_that_fails_for_lack_of_memory_is_not_reported_as_made(pool):
+def test_a_proof_without_memory_is_not_reported(pool):
     fails = "sync_failing_once", StagingRing, "pack"
     for seen in pool.run(_play, {"prove": 2}, "sync", fails, "sync", "sync"):
         assert seen["errors"] == [] and not any(seen["wrong"])
@@ -75,14 +75,14 @@ def test_requests_run_after_a_proof_that_failed(pool):
         assert seen["off"] == "[False, True]", "no session follows the last one"
 
 
-def test_no_request_runs_before_the_last_proof_of_a_sync(pool):
+def test_no_request_runs_before_the_last_proof(pool):
     fails = "sync_failing_once", PulledBuckets, "deliver"
     for seen in pool.run(_play, {"prove": 1}, fails):
         assert seen["off"] == "[False, False, True]"
         assert seen["proven"] == [True]
 
 
-def test_the_counts_of_a_sync_are_those_of_its_last_export(pool):
+def test_a_sync_counts_its_last_export(pool):
     fails = "sync_failing_once", PulledBuckets, "deliver"
     once = pool.run(_play, {}, "sync")
     for seen, other in zip(pool.run(_play, {}, fails), once, strict=True):
@@ -90,7 +90,7 @@ def test_the_counts_of_a_sync_are_those_of_its_last_export(pool):
             assert seen["report"][count] == other["report"][count]
 
 
-def test_an_export_that_cannot_be_repeated_is_not_proven():
+def test_an_unrepeatable_export_is_not_proven():
     weights = [(f"layer.{i}".replace(".", "_"), torch.full((64,), float(i))) for i in range(4)]
     engine = ServingEngine()
     engine.models = [ByName(weights)]
@@ -102,7 +102,7 @@ def test_an_export_that_cannot_be_repeated_is_not_proven():
     assert report.num_tensors == 4
 
 
-def test_a_plan_that_a_proof_has_refuted_is_not_used_again(monkeypatch):
+def test_a_refuted_plan_is_not_used_again(monkeypatch):
     names = [f"layer_{i}" for i in range(4)]
     engine = ServingEngine()
     engine.models = [model] = [ByName([(name, torch.zeros(64)) for name in names])]
@@ -131,7 +131,7 @@ def test_a_plan_that_a_proof_has_refuted_is_not_used_again(monkeypatch):
 @pytest.mark.parametrize(
     "error", [PeerLost("silent"), ReplyLost("lost"), ServerUnreachable("refused")], ids=repr
 )
-def test_an_error_that_names_its_engine_rank_keeps_its_kind(error):
+def test_an_error_naming_its_rank_keeps_its_kind(error):
     engine = EngineRank("http://h:1, TP rank 0", Mock(), Mock(), EngineArrangements(is_wanted=True))
     text = f"http://h:1, TP rank 0: .*{error.args[0]}"
     with pytest.raises(type(error), match=text), engine.naming_errors():
@@ -155,21 +155,21 @@ def test_near_engines_count_their_syncs_too():
     assert pull._num_syncs == 1, "else each sync counts as the first after a proof"
 
 
-def test_memory_that_cannot_be_mapped_in_the_proof_is_never_tried_again(pool):
+def test_memory_unmappable_in_a_proof_is_final(pool):
     fails = "sync_failing", 1, DELIVER, EngineCannotMap("no access")
     for seen in pool.run(_play, {}, fails, "sync", "sync"):
         assert seen["errors"] == [] and seen["routes"] == ["export"] * 3
         assert seen["state"] == "OFF" and "no access" in seen["off"]
 
 
-def test_a_proof_whose_engine_is_gone_is_not_followed_by_an_export(pool):
+def test_no_export_follows_a_proof_without_engine(pool):
     fails = "sync_failing", 1, DELIVER, PeerLost("the engine is gone")
     for seen in pool.run(_play, {}, fails):
         assert seen["routes"] == [] and len(seen["errors"]) == 1
         assert "the engine is gone" in seen["errors"][0]
 
 
-def test_far_engines_are_sent_to_where_near_ones_cannot_map():
+def test_engines_that_cannot_map_are_sent_to():
     route, pull = learnt()
     route.refuse_unproven(Reason("no access", is_final=False), cannot_map=True)
     assert (route.state, pull.state) == (RouteState.UNTRIED, RouteState.OFF)

@@ -33,7 +33,7 @@ def bytes_read(read):
     return indices(read.offset, [*read.dims, (read.run, 1)])
 
 
-def test_rows_of_a_column_slice_need_one_part_each_way():
+def test_column_slices_need_one_part_each_way():
     half = ByteMap.of(Region(8, (6, 4), (8, 1), 2))  # the right half of [6, 8] bfloat16
     for offset, dims, run, num_parts in (
         (0, (), 48, 1),  # all of it is one run in its own order
@@ -44,7 +44,7 @@ def test_rows_of_a_column_slice_need_one_part_each_way():
         assert len(list(compose_read(half, Read(0, offset, dims, run, 0)))) == num_parts
 
 
-def test_replicas_share_the_readers_and_those_of_the_same_node_come_first():
+def test_copies_share_readers_nearest_node_first():
     """TP 2 x DP 8 on nodes of 8: a shard has a replica on every other rank of one stage of two."""
     holders = tuple(range(16, 32, 2))
     readers = {owner: [] for owner in holders}
@@ -122,7 +122,7 @@ def arranged(arrangement, origins, full):
 
 @settings(max_examples=300, deadline=None)
 @given(buckets(), st.integers(0, 3), st.integers(1, 5), st.sampled_from([1, 8, 4096]))
-def test_every_reader_finds_what_it_reads_in_what_it_receives(bucket, apart, num_pieces, cut_bytes):
+def test_every_reader_receives_what_it_reads(bucket, apart, num_pieces, cut_bytes):
     """Readers are the trainer ranks, or as many other ranks of the group, or more."""
     owners, origins, reads = bucket
     full, first = [], 1
@@ -162,7 +162,7 @@ def test_every_reader_finds_what_it_reads_in_what_it_receives(bucket, apart, num
         assert np.array_equal(buffer, arranged(read, origins, full)), "0 where nothing is read"
 
 
-def test_columns_of_several_ranks_come_as_one_piece_of_each_all_to_all():
+def test_columns_come_as_one_piece_each_exchange():
     """A row-parallel weight, read whole, whose columns four trainer ranks hold."""
     rows, columns, num_ranks = 48, 512, 4
     parts = [
@@ -179,7 +179,7 @@ def test_columns_of_several_ranks_come_as_one_piece_of_each_all_to_all():
         assert piece.dims == ((rows // 3, columns), (num_ranks, strip), (columns, 1))
 
 
-def test_all_ranks_send_in_every_piece_and_words_stay_whole():
+def test_every_piece_uses_all_ranks_and_whole_words():
     """Experts in their order: cut by place in the buffer, one rank would send all of a piece."""
     world_size, experts, row = 4, 64, 1 << 14
     held = shards_of_rows(experts, row, range(world_size))
@@ -203,7 +203,7 @@ def test_a_strided_part_is_cut_between_its_rows():
     assert second.reads == (Read(0, 16, ((2, 8),), 4, 0), Read(0, 20, ((2, 8),), 4, 8))
 
 
-def test_what_is_read_into_the_same_byte_twice_is_refused():
+def test_two_reads_into_one_byte_are_refused():
     held, origin = shards_of_rows(4, 8, range(1)), Origin(0, ByteMap.of(Region(0, (32,), (1,), 1)))
     reads = (Read(0, 0, (), 8, 0), Read(0, 8, (), 8, 7))
     with pytest.raises(ValueError, match="bytes of the arranged buffer are filled twice"):

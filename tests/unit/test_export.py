@@ -11,7 +11,7 @@ EMBEDDING = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
 
 
-def test_the_copy_of_a_tied_embedding_is_left_out():
+def test_a_tied_embeddings_copy_is_left_out():
     weight, copy = torch.zeros(4, 2), torch.zeros(4, 2)
     norm = NORM, torch.ones(2)
     for others in ([norm, (EMBEDDING, copy)], [(EMBEDDING, copy), norm], [norm]):
@@ -44,7 +44,7 @@ def test_no_digest_is_taken_where_nothing_comes_twice():
         assert list(Export(weights)) == weights and digest.called
 
 
-def test_an_embedding_that_comes_again_with_other_values_is_refused():
+def test_an_embedding_repeated_with_changes_is_refused():
     weight = torch.zeros(2, 4)
     weights = iter([(EMBEDDING, weight), (EMBEDDING, weight.neg()), (NORM, torch.ones(2))])
     export = Export(weights)

@@ -145,7 +145,7 @@ def engine(monkeypatch):
     return engine
 
 
-def test_a_sync_after_a_failed_one_is_proven_by_the_same_plan(engine):
+def test_after_a_failure_the_same_plan_proves(engine):
     engine.sleep_and_wake()
     host_bytes = engine.backup.host_bytes
     [failure] = engine.session(3.0, fails="the trainer aborted")
@@ -171,7 +171,7 @@ def test_a_session_that_running_requests_refuse_changes_nothing(engine):
     assert engine.backup.host_bytes < sum(p.nbytes for p in engine.model.parameters())
 
 
-def test_a_rank_that_has_not_begun_is_stale_where_another_has(engine):
+def test_a_rank_behind_the_others_is_stale(engine):
     engine.others = [("TP rank 1: no memory", True, False)]
 
     mine, theirs = engine.update(NOT_INVITED)
@@ -181,7 +181,7 @@ def test_a_rank_that_has_not_begun_is_stale_where_another_has(engine):
     assert engine.gate[-1] is not None
 
 
-def test_a_sync_of_fewer_buckets_does_not_define_what_the_others_write(engine):
+def test_a_shorter_sync_leaves_other_buckets_undefined(engine):
     assert engine.session(2.0) == []
     engine.sleep_and_wake()
     [failure] = engine.session(3.0, names=FEWER)
@@ -192,7 +192,7 @@ def test_a_sync_of_fewer_buckets_does_not_define_what_the_others_write(engine):
     check_loaded(engine.model, 4.0)
 
 
-def test_memory_that_the_model_has_left_is_not_missed_for_ever(engine):
+def test_memory_left_by_the_model_is_not_missed(engine):
     engine.sleep_and_wake()
     move_a_parameter(engine.model)
     [failure] = engine.session(3.0)
@@ -203,7 +203,7 @@ def test_memory_that_the_model_has_left_is_not_missed_for_ever(engine):
     check_loaded(engine.model, 4.0)
 
 
-def test_bytes_that_are_undefined_on_another_rank_are_not_served_here(engine):
+def test_undefined_bytes_of_another_rank_stop_serving(engine):
     engine.others, engine.undefined = [(None, True, False)], "TP rank 1: 8 bytes are undefined"
     assert engine.session(3.0) == [engine.undefined]
     assert engine.gate[-1] == "the weights are not complete: the last sync was not complete"
@@ -214,7 +214,7 @@ def test_bytes_that_are_undefined_on_another_rank_are_not_served_here(engine):
 
 @pytest.mark.parametrize("proof", ("served", "route"))
 @pytest.mark.parametrize("differing", ([], ["a", "b"]))
-def test_what_a_proof_found_on_any_rank_is_in_the_reply(engine, proof, differing):
+def test_the_reply_has_every_ranks_proof(engine, proof, differing):
     def load(update):
         update.proof, update.differing = proof, differing[:1]
         sync(engine.loader, 1.0)
@@ -251,7 +251,7 @@ VERDICTS = {
 
 
 @pytest.mark.parametrize(("verdict", "reason"), VERDICTS.values(), ids=VERDICTS.keys())
-def test_after_a_failure_fewer_tensors_must_be_proven_to_be_all(engine, verdict, reason):
+def test_after_a_failure_fewer_tensors_need_proof(engine, verdict, reason):
     engine.verdict = verdict
     assert engine.session(3.0, names=FEWER) == [], "nothing has failed yet"
     engine.session(4.0, fails="half way")
@@ -262,7 +262,7 @@ def test_after_a_failure_fewer_tensors_must_be_proven_to_be_all(engine, verdict,
     assert engine.gate[-1] is None
 
 
-def test_the_first_sync_after_a_failed_first_one_is_checked(engine):
+def test_a_sync_after_a_failed_first_is_checked(engine):
     engine.backup = create_backup(engine.model, "auto", reachable)
     engine.session(1.0, fails="half way")
     engine.verdict = Verdict(missing=("e",))
@@ -273,7 +273,7 @@ def test_the_first_sync_after_a_failed_first_one_is_checked(engine):
     assert engine.session(3.0) == []
 
 
-def test_what_is_new_to_another_rank_is_checked_by_all(engine):
+def test_tensors_new_to_one_rank_all_check(engine):
     engine.others = [(None, True, False)]
     assert engine.session(3.0) == []
     assert not engine.num_looked_at
@@ -298,7 +298,7 @@ CHECKS = {  # the verdict, what is known, the setting; what is said, and how oft
 @pytest.mark.parametrize(
     ("verdict", "known", "check", "said", "num_looked_at"), CHECKS.values(), ids=CHECKS
 )
-def test_what_does_not_fit_is_named_and_not_published(
+def test_unfit_tensors_are_named_and_not_published(
     engine, verdict, known, check, said, num_looked_at
 ):
     engine.verdict, engine.known = verdict, known
@@ -317,13 +317,13 @@ def test_what_does_not_fit_is_named_and_not_published(
     assert engine.gate[-1] is None
 
 
-def test_a_reply_tells_that_a_kernel_does_not_work(engine, monkeypatch):
+def test_a_reply_reports_a_broken_kernel(engine, monkeypatch):
     monkeypatch.setattr(weights, "fallbacks", ["torch copies weights, slower"])
     assert engine.session(3.0) == []
     assert engine.last.remarks == ["in the engine torch copies weights, slower"]
 
 
-def test_no_request_runs_between_two_sessions_of_a_sync(engine):
+def test_no_request_runs_between_a_syncs_sessions(engine):
     assert engine.session(3.0, is_last=False) == []
     assert engine.gate[-1] == request_gate.ANOTHER_SESSION
     assert engine.backup.stale is None, "what it brought is complete"
@@ -331,7 +331,7 @@ def test_no_request_runs_between_two_sessions_of_a_sync(engine):
     assert engine.gate[-1] is None
 
 
-def test_weights_that_a_proof_may_have_overwritten_are_not_served(engine):
+def test_weights_overwritten_by_a_proof_are_not_served(engine):
     def poisoned(update):
         update.begin_writing()
         raise RuntimeError("the proof failed")
@@ -382,7 +382,7 @@ class Session(msgspec.Struct, frozen=True):
     loaded_weights: bool = False
 
 
-def test_a_session_that_the_client_has_begun_is_ended_by_the_client():
+def test_a_clients_session_is_ended_by_the_client():
     runner, updater = Runner(), SimpleNamespace(_session=Session())
     frame = UpdateFrame(updater, [runner])
     frame.begin()
@@ -407,7 +407,7 @@ def test_sglangs_guard_keeps_every_model_as_it_is():
 
 
 @pytest.mark.parametrize("fails", ["", "load", "begin", "end"])
-def test_a_sync_loads_in_between_and_has_its_version_recorded_if_it_is_good(engine, fails):
+def test_a_good_syncs_version_is_recorded(engine, fails):
     runner = engine.runner
     for found in (runner.steps, engine.recorded, engine.gate):
         found.clear()

@@ -17,7 +17,7 @@ from sglang_loader.session.findings import RankView, Verdict, judge
 from sglang_loader.session.weight_check import published_tensors, served_checkpoint
 
 
-def test_a_remark_comes_back_though_sglang_adds_words_of_its_own():
+def test_a_remark_survives_sglangs_added_words():
     remark = Verdict(missing=("a", "b"), doubtful=("c\nd",)).remark()
     assert "2 missing: a, b" in remark
     both = " | ".join([with_remarks([remark, "slow"])] * 2) + " Weight version updated to 3."
@@ -94,7 +94,7 @@ def test_a_pytorch_checkpoint_runs_no_code(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_model_of_the_hub_is_read_from_the_cache(tmp_path, monkeypatch):
+def test_a_hub_model_is_read_from_cache(tmp_path, monkeypatch):
     snapshot = tmp_path / "models--some--name" / "snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)
     refs = tmp_path / "models--some--name" / "refs"
@@ -172,7 +172,7 @@ EXPERT = BucketTensor("model.layers.0.mlp.experts.down_proj", (8, 4), torch.floa
         ("all", [EXPERT.name], None, True),
     ),
 )
-def test_a_dropped_tensor_beside_an_unwritten_parameter_is_refused(published, unused, gap, fits):
+def test_dropped_tensors_beside_unwritten_parameters_are_refused(published, unused, gap, fits):
     """Beside: in its module, if the published checkpoint has the tensor."""
     known = published and {tensor.name: tensor for tensor in (TENSOR, EXPERT)}
     view = RankView(unused=frozenset(unused), doubtful=(gap,) if gap else ())

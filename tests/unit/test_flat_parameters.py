@@ -54,7 +54,7 @@ def assemble(kind, rows, options):
         ("dense", 1, {"sharding_strategy": ShardingStrategy.NO_SHARD}, [(0, 1, 2, 3)]),
     ],
 )
-def test_every_exported_weight_is_a_run_of_the_shards(pool, kind, rows, options, holders):
+def test_exported_weights_are_runs_of_the_shards(pool, kind, rows, options, holders):
     for names, wrong, found in pool.run(assemble, kind, rows, options):
         assert len(names) > 20 and wrong == []
         assert found == holders
@@ -104,7 +104,7 @@ def transpose():
         return traced("dense")[2]
 
 
-def test_a_weight_that_is_not_dense_is_not_traced(pool):
+def test_a_sparse_layout_is_not_traced(pool):
     for reason in pool.run(transpose):
         assert "FSDP1 has mlp.up_proj.weight of model.layers.0 elsewhere" in str(reason)
 
@@ -218,7 +218,7 @@ def change_while_traced():
     return said, source_map.off_reason, source_map.trace(export), source_map.off_reason
 
 
-def test_parameters_that_change_while_they_are_traced_are_traced_again(pool):
+def test_parameters_changed_during_tracing_are_retraced(pool):
     found = pool.run(change_while_traced)
     assert found == [(("rank 1: moved at this moment", False), None, None, None)] * WORLD_SIZE
 
@@ -244,5 +244,5 @@ def flat_sources(model, **attributes):
     return exports.flat_parameters(engine) is not None
 
 
-def test_only_verls_own_export_of_what_it_trains_names_its_sources(pool):
+def test_only_verls_own_export_names_its_sources(pool):
     assert pool.run(engines) == [[True, True, False, False, False, False]] * WORLD_SIZE

@@ -79,7 +79,7 @@ def move_words(tiles, rows):
 
 @given(arrangements())
 @settings(max_examples=200, deadline=None)
-def test_the_kernel_would_move_the_words_wherever_they_are(case):
+def test_the_kernel_moves_words_of_any_location(case):
     reads, tensors = case
     copies = copies_of(reads)
     with (

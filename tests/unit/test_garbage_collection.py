@@ -14,7 +14,7 @@ class Cycle:
         self.itself = self
 
 
-def test_young_cycles_are_freed_and_nothing_else_is_looked_at():
+def test_only_young_cycles_are_visited_and_freed():
     seen, before = [], gc.get_threshold()
 
     def note(phase, info):
@@ -53,9 +53,7 @@ def test_syncs_of_two_threads_leave_full_collections_on(first, thresholds):
 
 @pytest.mark.parametrize("before", [(700, 10, 10), (0, 10, 10)])
 @pytest.mark.parametrize("meanwhile", [None, (5000, 20, 50), (0, 10, 10)])
-def test_what_was_set_before_or_meanwhile_stays_after_a_sync_that_failed(
-    before, meanwhile, thresholds
-):
+def test_settings_survive_a_failed_sync(before, meanwhile, thresholds):
     gc.set_threshold(*before)
     with pytest.raises(OSError), no_full_collections():
         gc.set_threshold(*meanwhile or gc.get_threshold())

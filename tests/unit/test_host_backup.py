@@ -53,7 +53,7 @@ def release_and_resume(model, backup):
     return {name for name in before if before[name] != after[name]}
 
 
-def test_a_failed_sync_withdraws_the_coverage_and_is_stale_until_a_good_one(model):
+def test_a_failed_sync_withdraws_coverage_until_success(model):
     backup = create_backup(model, "auto", reachable)
     publish_coverage(model, whole(model, "linear.weight"))
     backup.sync.begin_bucket(LAYOUT)
@@ -86,7 +86,7 @@ def test_the_copy_stays_while_the_memory_is_released(model):
     assert backup.host_bytes == 0, "the copy is freed once it is back"
 
 
-def test_a_draft_model_is_kept_though_syncs_rewrite_all_of_the_target(model):
+def test_a_draft_is_kept_beside_rewritten_targets(model):
     """It is under the same tag, and a sync need not bring it."""
     draft = Residue()
     both = nn.ModuleList([model, draft])
@@ -103,7 +103,7 @@ def test_a_draft_model_is_kept_though_syncs_rewrite_all_of_the_target(model):
     assert sync_completed(model) is None
 
 
-def test_what_a_sync_has_defined_since_is_saved_too_where_no_plan_covers_it_any_more(model):
+def test_newly_uncovered_bytes_are_saved(model):
     backup = create_backup(model, "auto", reachable)
     publish_coverage(model, whole(model, "linear.weight", "low"))
     release_and_resume(model, backup)
@@ -114,7 +114,7 @@ def test_what_a_sync_has_defined_since_is_saved_too_where_no_plan_covers_it_any_
     assert f"{model.linear.weight.nbytes} bytes" in str(backup.stale)
 
 
-def test_nothing_is_defined_where_the_copy_does_not_come_back(model, monkeypatch):
+def test_without_its_copy_nothing_is_defined(model, monkeypatch):
     backup = create_backup(model, "auto", reachable)
     publish_coverage(model, whole(model, "linear.weight"))
     backup.save(model)
@@ -159,9 +159,7 @@ ranges_of = st.lists(
     chunk=st.sampled_from((1, 3, 64, CHUNK_BYTES)),
     inference=st.booleans(),
 )
-def test_any_coverage_any_cycles_the_weights_are_right_after_a_sync(
-    coverage, fails, bridge, chunk, inference
-):
+def test_any_coverage_leaves_right_weights_after_syncs(coverage, fails, bridge, chunk, inference):
     """Uncovered bytes return in every cycle, also where a failed sync has overwritten what the host
     still has a copy of; covered ones are right after each complete sync. The scheduler saves in
     inference mode.
@@ -233,7 +231,7 @@ def test_ranges_in_use_of_a_snapshot():
     assert merge(ranges_in_use(segments)) == [(1, 3), (1000, 1400), (2024, 2032)]
 
 
-def test_what_no_module_reaches_is_saved_where_the_allocator_tells_of_it(model):
+def test_memory_without_modules_is_saved_by_allocator(model):
     hidden = torch.randn(11)
     span = (hidden.data_ptr(), hidden.data_ptr() + hidden.nbytes)
 

@@ -93,7 +93,7 @@ def test_every_module_is_in_a_layer():
     assert missing <= {f"{package}.__init__" for package in LAYERS}
 
 
-def test_the_trainers_package_imports_what_both_sides_share_alone():
+def test_the_trainers_package_imports_only_shared_modules():
     """But for the probe, with which `doctor` looks at SGLang's processes."""
     allowed = ("sglang_loader.common.", "sglang_loader.probe.")
     others = [

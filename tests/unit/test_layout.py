@@ -64,7 +64,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("encoded", "message"), BAD.values(), ids=BAD)
-def test_a_layout_that_leaves_its_bucket_or_means_nothing_is_refused(encoded, message):
+def test_an_impossible_layout_is_refused(encoded, message):
     decode_layout(encoded_layout())
     with pytest.raises(WireError, match=message):
         decode_layout(encoded)

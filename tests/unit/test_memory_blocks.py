@@ -7,7 +7,7 @@ from sglang_loader.common.shared_memory import share_on_host
 from verl_sglang_sync.sources.memory_blocks import Block, BlockNames, share_block
 
 
-def test_a_block_gets_a_new_name_when_its_storage_is_gone():
+def test_a_freed_storages_block_gets_another_name():
     names = BlockNames()
     tensor = torch.ones(64).share_memory_()
     other = torch.ones(64).share_memory_()
@@ -22,7 +22,7 @@ def test_a_block_gets_a_new_name_when_its_storage_is_gone():
     ("said", "num_attempts"),
     (("Shared memory manager connection has timed out", 3), ("no space left on device", 1)),
 )
-def test_a_busy_hosts_manager_of_shared_memory_is_asked_again(monkeypatch, said, num_attempts):
+def test_a_busy_shared_memory_manager_is_asked_again(monkeypatch, said, num_attempts):
     asked, share = [], torch.Tensor.share_memory_
 
     def share_memory(tensor):

@@ -154,7 +154,7 @@ def refusal(reply):
 
 
 @pytest.mark.parametrize("step", ("release", "resume"))
-def test_tags_are_taken_in_the_order_that_was_asked_and_accounted_for(updater, step, monkeypatch):
+def test_tags_keep_the_requested_order_and_costs(updater, step, monkeypatch):
     monkeypatch.setattr(hooks, "_gpu_bytes", lambda _, tag: len(tag))
     order = ["cuda_graph", "weights", "kv_cache"]
     done = []
@@ -179,7 +179,7 @@ def test_tags_are_taken_in_the_order_that_was_asked_and_accounted_for(updater, s
 
 
 @pytest.mark.parametrize("step", (release, resume))
-def test_an_unknown_tag_is_refused_and_nothing_is_done(updater, step):
+def test_an_unknown_tag_changes_nothing(updater, step):
     text = refusal(step(updater, "weights", "gradients"))
     assert text.startswith("TP rank 0: unknown memory tags ['gradients']. Allowed: ")
     assert all(tag in text for tag in ("kv_cache", "weights", "cuda_graph"))
@@ -193,7 +193,7 @@ def test_a_backup_that_fails_refuses_the_release(updater):
     assert updater.offload_tags == set()
 
 
-def test_weights_that_are_shared_with_other_engines_are_not_released(updater, monkeypatch):
+def test_weights_shared_between_engines_are_not_released(updater, monkeypatch):
     refuse = Mock(side_effect=RuntimeError("the weights are shared with the daemon"))
     guard = "_assert_weight_cache_inactive"
     monkeypatch.setattr(SchedulerWeightUpdaterManager, guard, refuse, raising=False)
@@ -237,7 +237,7 @@ def gate(monkeypatch):
     return made
 
 
-def test_the_gate_is_closed_from_the_release_to_the_end_of_a_good_sync(updater, gate):
+def test_the_gate_stays_closed_until_a_good_sync(updater, gate):
     covered_engine(updater)
     good = updater.tp_worker.update
     assert facts_of(release(updater, "kv_cache", "weights"))["closed"] == gate.reason
@@ -260,7 +260,7 @@ def test_the_gate_is_closed_from_the_release_to_the_end_of_a_good_sync(updater, 
     assert gate.reason is None
 
 
-def test_a_release_or_update_while_requests_run_is_refused_as_busy(updater, gate, caplog):
+def test_running_requests_refuse_releases_and_updates(updater, gate, caplog):
     updater.is_fully_idle = lambda **_: False
     updater.tp_worker.update = Mock(side_effect=ValueError("never called"))
     refused = release(updater, "weights")
@@ -296,7 +296,7 @@ def test_a_sync_into_released_weights_is_refused(updater, gate, load_format):
     assert gate.reason is None
 
 
-def test_weights_that_came_back_whole_may_be_served_without_a_sync(updater, gate):
+def test_weights_restored_whole_are_served_without_sync(updater, gate):
     release(updater)
     resume(updater, "kv_cache", "weights")
     assert gate.reason is None
@@ -308,7 +308,7 @@ def test_weights_that_came_back_whole_may_be_served_without_a_sync(updater, gate
     assert gate.reason is None
 
 
-def test_the_cache_is_not_resumed_over_weights_that_no_sync_has_brought(updater, gate):
+def test_the_cache_stays_released_without_synced_weights(updater, gate):
     covered_engine(updater)
     release(updater, "kv_cache", "weights")
     resume(updater, "weights")
@@ -353,7 +353,7 @@ class Manager:
 
 
 @pytest.mark.parametrize("hook", (http_hooks.release_or_raise, http_hooks.resume_or_raise))
-def test_a_refusal_is_raised_where_the_request_came_in(hook):
+def test_a_refusal_is_raised_at_the_request(hook):
     good = ReleaseMemoryOccupationReqOutput()
     bad = with_facts(ReleaseMemoryOccupationReqOutput(), refusal="TP rank 1: no")
     asyncio.run(hook(None, Manager(good, good), "request"))
@@ -427,7 +427,7 @@ def test_who_backs_up_the_weights(value, arguments, stock, ours, monkeypatch):
     assert (backup and backup.policy) == ours
 
 
-def test_memory_that_is_not_found_after_loading_is_an_error(monkeypatch):
+def test_memory_missing_after_loading_is_an_error(monkeypatch):
     """Neither SGLang nor we would save it."""
     runner = Runner()
     monkeypatch.setenv(HOST_BACKUP_VARIABLE, "auto")

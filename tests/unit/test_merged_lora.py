@@ -67,7 +67,7 @@ def test_one_rank_exports_what_peft_and_verl_merge(world_of_one, case, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", MOE_CASES)
-def test_fused_experts_are_merged_and_exported_one_by_one(world_of_one, case, dtype):
+def test_fused_experts_are_merged_and_exported_singly(world_of_one, case, dtype):
     """Not by verl 0.9.1, whose export of merged adapters leaves experts fused."""
     found = compared(case, dtype, with_verls=False)
     check(found, None)
@@ -194,7 +194,7 @@ def names_of(kinds):
     return {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds}
 
 
-def test_every_layer_of_peft_is_merged_in_a_case_or_refused_by_name():
+def test_every_peft_layer_is_merged_or_refused():
     merged = set()
     for case in [*CASES, *MOE_CASES]:
         model = case_model(case, torch.float32)
@@ -229,7 +229,7 @@ OPTIONS = {
 }
 
 
-def test_every_type_of_peft_is_merged_or_refused_by_name():
+def test_every_peft_type_is_merged_or_refused():
     """Of those that need no more than a model of transformers."""
     refused, failed = set(), {}
     for peft_type, kind in PEFT_TYPE_TO_CONFIG_MAPPING.items():
@@ -262,7 +262,7 @@ def test_every_type_of_peft_is_merged_or_refused_by_name():
         ({"tied": True, "target_modules": ["lm_head"]}, "embeddings are tied"),
     ],
 )
-def test_what_is_trained_beside_the_layers_is_refused_by_name(options, reason):
+def test_weights_trained_beside_layers_are_refused(options, reason):
     options = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM", **options}
     model = adapted(torch.float32, **options)
     assert re.search(reason, refusal(model) or "exported")
@@ -278,7 +278,7 @@ def test_experts_of_verls_own_export_are_taken_apart(world_of_one):
     assert exports.moves
 
 
-def test_an_export_of_the_users_own_is_taken_as_it_is(engine):
+def test_a_users_own_export_stays_unchanged(engine):
     from verl_sglang_sync.verl.exports import _repeatable
 
     own = [("a", torch.ones(2))]

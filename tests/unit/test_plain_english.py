@@ -1,7 +1,15 @@
 """The lint of docstrings and messages finds what breaks its rules, and nothing else."""
 
 import pytest
-from tools.plain_english import CLEAN, ROOT, main, problems_in, python_files, readme_problems
+from tools.plain_english import (
+    CLEAN,
+    ROOT,
+    long_test_names,
+    main,
+    problems_in,
+    python_files,
+    readme_problems,
+)
 
 
 @pytest.fixture
@@ -93,3 +101,19 @@ def test_exit_status_reports_problems(tmp_path, capsys):
 def test_every_checked_path_has_files():
     for path in CLEAN:
         assert list(python_files([str(ROOT / path)])), path
+
+
+def test_a_test_name_of_nine_words_is_found(tmp_path):
+    allowed, too_long = "test_a_b_c_d_e_f_g_h", "test_a_b_c_d_e_f_g_h_i"
+    path = tmp_path / "test_names.py"
+    path.write_text(
+        f"def {allowed}(): pass\n\nclass TestA:\n    async def {too_long}(self): pass\n"
+    )
+    (problem,) = long_test_names(path)
+    assert (problem.line, problem.text) == (4, f"{too_long} has 9 words: at most 8")
+
+
+def test_the_names_of_all_tests_are_short():
+    files = list(python_files([str(ROOT / "tests")]))
+    assert len(files) > 100
+    assert not [problem for path in files for problem in long_test_names(path)]

@@ -144,7 +144,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_plan_that_does_not_hold_is_not_used(change, caplog):
+def test_a_plan_that_does_not_hold_is_unused(change, caplog):
     prepare, arguments, reason = CHANGES[change]
     model = Model()
     loader = loader_of(model)
@@ -165,7 +165,7 @@ def test_a_plan_that_does_not_hold_is_not_used(change, caplog):
 
 
 @pytest.mark.parametrize("uses_plan", [True, False])
-def test_a_tensor_that_the_loader_keeps_stays_what_it_was(uses_plan):
+def test_a_tensor_kept_by_loaders_stays_unchanged(uses_plan):
     """Though the trainer has written the next bucket where it was."""
     model = Waits()
     loader = loader_of(model)
@@ -193,7 +193,7 @@ def test_a_reason_is_logged_once(caplog):
     assert caplog.text.count("did not last for one sync") == 1
 
 
-def test_plans_that_do_not_last_are_tried_again_ever_more_rarely():
+def test_short_lived_plans_are_retried_more_rarely():
     loader = loader_of(Model())
     tried, orders = [], (layouts_of(), layouts_of("bacd"))
     for number in range(sum(range(MAX_RECORDINGS)) + 2 * MAX_SYNCS_APART + 10):
@@ -214,7 +214,7 @@ def test_plans_that_do_not_last_are_tried_again_ever_more_rarely():
 
 
 @pytest.mark.parametrize("kind", [Rebinds, Overlaps])
-def test_a_model_that_has_no_plan_stays_eager_and_is_not_traced_again(kind, caplog):
+def test_a_model_without_plan_is_traced_once(kind, caplog):
     model = kind()
     loader = loader_of(model)
     with caplog.at_level(logging.WARNING):
@@ -322,7 +322,7 @@ def test_an_arranged_sync_is_the_same_sync():
     assert model.calls == calls
 
 
-def test_nothing_is_arranged_before_it_is_asked_for_and_an_eager_sync_needs_whole_buckets(loader):
+def test_arrangements_need_a_request_and_a_plan(loader):
     loader.start(CONTEXT)
     assert loader.arranged is ALL_WHOLE
     first, arranged = loader.plan, loader.arrange()
@@ -335,9 +335,7 @@ def test_nothing_is_arranged_before_it_is_asked_for_and_an_eager_sync_needs_whol
     assert loader.arranged is arranged
 
 
-def test_whole_buckets_are_wanted_where_an_arranged_one_would_load_otherwise(
-    loader, caplog, monkeypatch
-):
+def test_whole_buckets_replace_arranged_ones_that_differ(loader, caplog, monkeypatch):
     def misplaced(plan):
         arranged = arrange(plan)
         *others, last = arranged.plan.copies
@@ -358,7 +356,7 @@ def test_what_cannot_be_proved_now_is_asked_again(loader, caplog, monkeypatch):
     assert loader.arrange() is not ALL_WHOLE
 
 
-def test_a_bucket_that_came_arranged_is_never_loaded_otherwise():
+def test_an_arranged_bucket_is_never_loaded_otherwise():
     model = Half()
     loader = loader_of(model)
 
@@ -409,7 +407,7 @@ def test_whole_buckets_may_follow_arranged_ones(model, loader, second):
     check_loaded(model, 2.0)
 
 
-def test_two_models_with_plans_of_their_own_get_whole_buckets():
+def test_two_models_with_plans_get_whole_buckets():
     """Speculative decoding: every bucket is loaded into the draft and into the target."""
     target, draft, same = Half(), Model(), Half()
     loaders = [loader_of(model) for model in (target, draft, same)]

@@ -141,9 +141,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("changes", "texts"), BAD.values(), ids=BAD.keys())
-def test_recipes_that_cannot_run_are_refused_by_key_value_and_what_is_allowed(
-    recipe, changes, texts
-):
+def test_impossible_recipes_are_refused_with_allowed_values(recipe, changes, texts):
     with pytest.raises(RecipeError) as error:
         check_recipe(recipe("flattened", changes))
     for text in texts:
@@ -157,7 +155,7 @@ def test_without_a_preset_nothing_is_checked(recipe, name):
     assert check_recipe(recipe(None, BAD[name][0])) is None
 
 
-def test_a_preset_that_hydra_took_for_a_plain_value_is_refused(recipe):
+def test_a_preset_as_plain_value_is_refused(recipe):
     with pytest.raises(RecipeError, match="weight_sync='flattened': Hydra added a plain value"):
         check_recipe(recipe(None, {"weight_sync": "flattened"}))
 
@@ -210,15 +208,13 @@ EAGLE = {f"{ROLLOUT}.engine_kwargs.sglang.speculative_algorithm": "EAGLE"}
     ),
     ids=str,
 )
-def test_a_draft_model_is_synced_where_the_trainer_has_it(
-    recipe, caplog, changes, is_synced, is_remarked
-):
+def test_a_draft_of_the_trainer_is_synced(recipe, caplog, changes, is_synced, is_remarked):
     with caplog.at_level(logging.WARNING, logger="verl_sglang_sync"):
         assert check_recipe(recipe("compiled", changes)).syncs_draft == is_synced
     assert ["no sync changes the draft" in text for text in caplog.messages] == [True] * is_remarked
 
 
-def test_a_composed_recipe_is_checked_before_verls_own_validation(recipe):
+def test_a_recipe_is_checked_before_verls_validation(recipe):
     seen = []
 
     def validate_config(config, use_reference_policy, *, use_critic):
@@ -279,7 +275,7 @@ WITHOUT_EFFECT = {  # recipe: what it sets, its modes, the keys that nothing rea
 }
 
 
-def test_every_key_is_in_the_table_of_keys_and_recipes():
+def test_every_key_is_in_the_table():
     assert OTHER_VALUES.keys() == {*PRESET_KEYS, *COMPILED_KEYS} - {"mode"}
 
 

@@ -79,7 +79,7 @@ def updated(fact, version="7"):
     return asked[0]["wants_proof"]
 
 
-def test_a_wish_stays_until_what_is_served_is_proven(proofs):
+def test_a_request_stays_until_a_proof(proofs):
     assert not updated(None)
     asyncio.run(proof_hooks.prove())
     assert updated(None) and proofs.number == 0
@@ -102,7 +102,7 @@ def test_a_wish_stays_until_what_is_served_is_proven(proofs):
     assert (proofs.number, proofs.is_proven, proofs.differing) == (3, False, ["v", "w"])
 
 
-def test_an_update_of_others_is_left_as_it_is():
+def test_an_update_of_others_stays_unchanged():
     async def schedulers(request):
         assert request.rid == "a client's"
         return []
@@ -134,7 +134,7 @@ def test_ranks_agree_to_prove_where_all_can(here, there):
 
 
 @pytest.mark.parametrize("route", ["pull", "exchange"])
-def test_the_sync_that_is_asked_for_is_proven_on_all_ranks(pool, route):
+def test_a_requested_proof_covers_all_ranks(pool, route):
     """The model has norms that are all ones, so that the second sync is proven as well, and the
     tenth, which an early proof does not put off.
     """
@@ -154,7 +154,7 @@ def one_rank(*, wants_proof, **keys):
 
 
 @pytest.mark.parametrize("every", (0, 1))
-def test_an_export_that_cannot_be_repeated_is_synced_and_not_proven(every, caplog):
+def test_an_unrepeatable_export_is_synced_unproven(every, caplog):
     engine, weight_sync = one_rank(wants_proof=not every, prove_every_n_syncs=every)
     reports.warn_once.cache_clear()
     assert synced(weight_sync, iter(WEIGHTS)).is_proven is None

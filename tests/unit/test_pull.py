@@ -72,7 +72,7 @@ def play(pool, *steps, kind="moe", **options):
 
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
 @pytest.mark.parametrize("kind", ["dense", "tied", "moe", "mixtral", "vl"])
-def test_what_is_pulled_is_what_the_export_would_give(pool, kind, strategy):
+def test_pulled_weights_equal_the_export(pool, kind, strategy):
     for seen in play(pool, "sync", *["step", "sync"] * 4, kind=kind, strategy=strategy):
         assert seen["routes"] == ["export", *["pull"] * 4]
         assert seen["num_exports"] == [1], "what the engines get is what is compared"
@@ -172,7 +172,7 @@ def test_the_proof_of_every_other_sync_is_reported(pool):
         assert seen["proven"] == [True, True, None, True, None]
 
 
-def test_memory_that_was_offloaded_is_mapped_anew_for_each_sync(pool):
+def test_offloaded_memory_is_mapped_for_each_sync(pool):
     for seen in play(pool, "empty_storages", *["step", "sync"] * 4):
         assert seen["routes"] == ["export", "pull", "pull", "pull"]
         assert seen["recoveries"] == []
@@ -219,7 +219,7 @@ PASSING = {
 
 
 @pytest.mark.parametrize(("rank", "target", "error"), PASSING.values(), ids=PASSING)
-def test_an_error_that_may_pass_is_tried_again_later(pool, rank, target, error):
+def test_after_a_passing_error_pull_is_retried(pool, rank, target, error):
     fails = "sync_failing", rank, target, error
     for seen in play(pool, fails, fails, *["step", "sync"] * 4):
         assert seen["errors"] == []
@@ -227,14 +227,14 @@ def test_an_error_that_may_pass_is_tried_again_later(pool, rank, target, error):
         assert seen["state"] == "PROVEN"
 
 
-def test_a_way_that_never_lasts_for_a_sync_is_tried_less_often(pool):
+def test_a_short_lived_route_is_tried_less_often(pool):
     moves = [step for offset in range(1, 4) for step in ("sync", ("move", 2, 0, offset))]
     for seen in play(pool, *moves, kind="dense"):
         assert seen["routes"] == ["export"] * 3
         assert seen["state"] == "RETRY_LATER" and "changed twice in a row" in seen["off"]
 
 
-def test_who_would_rather_stop_is_told_why_nothing_was_published(pool):
+def test_on_fallback_error_names_the_reasons(pool):
     for seen in play(pool, "sync", is_shared=False, on_fallback="error"):
         assert seen["routes"] == []
         assert "on_fallback=error" in seen["errors"][0]
@@ -270,7 +270,7 @@ def test_no_rank_waits_for_one_that_failed_alone(pool, target, error, num_failed
             assert "rank 1" in seen["errors"][0]
 
 
-def test_where_engines_fail_while_the_export_is_compared_nothing_is_proven(pool):
+def test_engines_failing_during_comparison_prove_nothing(pool):
     fails = "sync_failing", None, LOAD, RuntimeError("the engine broke")
     answers = play(pool, fails, "sync", "sync")
     assert {len(seen["errors"]) for seen in answers} == {1}
@@ -331,7 +331,7 @@ def test_the_pieces_are_the_bytes_of_the_tensors(case, data):
 
 
 @given(_sharded_exports(), st.data())
-def test_a_rank_finds_the_wrong_byte_that_is_in_its_own_shard(case, data):
+def test_a_rank_finds_its_shards_wrong_byte(case, data):
     """Rank 0's comparison, which waits for the device after each tensor, or once."""
     layout, traced, full, exported = case
     exported, shards = {name: tensor.clone() for name, tensor in exported.items()}, {}
@@ -387,7 +387,7 @@ def _own_shards(owners):
     return [i for i in range(len(owners.starts)) if owners.owner_of(i, 0) == 0]
 
 
-def test_a_tensor_whose_bytes_are_spread_is_found_in_its_shards():
+def test_a_spread_tensor_is_found_in_its_shards():
     """A row-parallel weight of [4, 8] bytes: rank 0 has the left half of each row."""
     traced = TracedExport(
         (TracedParameter("p", Owners((0, 16), ((0,), (1,)), 32)),),

@@ -33,7 +33,7 @@ and what is logged.
 
 
 @pytest.mark.parametrize(("loaded", "may_pull", "near", "logged"), CASES.values(), ids=CASES)
-def test_a_replica_reads_in_place_if_all_of_its_ranks_can(loaded, may_pull, near, logged, caplog):
+def test_a_replica_pulls_if_all_its_ranks_can(loaded, may_pull, near, logged, caplog):
     readers = [EngineArrangements(is_wanted=True, replica=number) for number in (0, 1, 1)]
     settings = settings_of(
         "compiled", routes=["pull", "exchange"] if may_pull else ["exchange"]
@@ -48,7 +48,7 @@ def test_a_replica_reads_in_place_if_all_of_its_ranks_can(loaded, may_pull, near
     assert [reader.reads_in_place for reader in readers] == near
 
 
-def test_an_export_is_compared_while_it_is_loaded_if_the_engines_could_read_in_place_before():
+def test_an_export_is_compared_after_earlier_pulls():
     readers = [EngineArrangements(is_wanted=True)]
     context = RouteContext(
         TrainerRanks(), torch.device("cpu"), settings_of("compiled").for_session(), lambda: readers

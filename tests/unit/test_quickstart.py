@@ -19,14 +19,14 @@ def step(*stages):
     return Step(METRICS, sync)
 
 
-def test_every_stage_of_every_sync_is_there_in_the_order_of_the_syncs():
+def test_all_stages_appear_in_sync_order():
     stages = stages_of([step(*FIRST), step(*LATER)])
     assert sorted(stages) == sorted({*FIRST, *LATER})
     for sync in (FIRST, LATER):
         assert [stage for stage in stages if stage in sync] == list(sync)
 
 
-def test_a_stage_that_nobody_knew_is_shown_and_one_that_a_sync_had_not_is_blank():
+def test_unknown_stages_appear_and_missing_are_blank():
     console = Console(width=100, file=io.StringIO(), record=True)
     console.print(table_of([step("open"), step("open", "a_new_stage")]))
     (line,) = (line for line in console.export_text().splitlines() if "a new stage" in line)

@@ -317,7 +317,7 @@ def without(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", LOST)
-def test_a_rank_that_is_gone_is_named_in_time(name, without):
+def test_a_missing_rank_is_named_in_time(name, without):
     victim, _ = LOST[name]
     for rank, errors in enumerate(without[name].result()):
         if rank == victim:
@@ -330,7 +330,7 @@ def test_a_rank_that_is_gone_is_named_in_time(name, without):
             assert seconds < TIMEOUT_S + (10 if i else 5)  # then to form a group takes the limit
 
 
-def test_a_rank_that_dies_as_they_connect_is_named_in_time(without):
+def test_a_rank_dead_while_connecting_is_named(without):
     for found in filter(None, without[AS_THEY_CONNECT].result()):
         text, seconds = found
         named, _, _ = text.partition(" did not answer")  # on a busy machine slow ranks, too
@@ -342,18 +342,18 @@ def test_a_slow_rank_is_waited_for(pool):
     pool.run(be_slow, 3)
 
 
-def test_ranks_that_all_live_agree_again_after_a_failure(pool):
+def test_living_ranks_agree_again_after_a_failure(pool):
     for lost, *later in pool.run(come_late, 1):
         assert lost is not None
         assert "a rank that has come back since did not answer" in lost
         assert later == [None, None]
 
 
-def test_ranks_leave_together_where_one_fails_between_the_collectives_of_an_exchange(pool):
+def test_a_failure_between_collectives_ends_all_ranks(pool):
     texts, ready = zip(*pool.run(run_out_of_memory, 1), strict=True)
     assert "rank 1: not enough memory" in texts[1]
     assert all(ready)
 
 
-def test_a_rank_leaves_a_group_at_once_in_which_others_stay(pool):
+def test_a_rank_leaves_an_occupied_group_at_once(pool):
     assert max(pool.run(leaves_amid_an_exchange, limit_s=20)) < 5

@@ -28,7 +28,7 @@ def engine_class():
             setattr(engine, reexport._METHOD, method.__wrapped__)
 
 
-def test_each_iteration_makes_an_export_but_the_first_may_be_there_already():
+def test_only_later_iterations_must_export_again():
     made = []
 
     def again():
@@ -94,7 +94,7 @@ def test_verls_engines_return_repeatable_exports_once_wrapped(engine_class):
 
 
 @pytest.mark.parametrize("around", ["", "_fsdp_wrapped_module"])
-def test_merged_adapters_are_copied_before_verl_takes_them_out_again(engine_class, around):
+def test_merged_adapters_are_copied_before_unmerging(engine_class, around):
     """As FSDP2 does on one rank in bfloat16: the export yields the module's own memory."""
 
     class Engine(engine_class):

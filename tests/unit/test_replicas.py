@@ -83,5 +83,5 @@ def compare_failing():
         return compare(4, [3], 2)[1]
 
 
-def test_a_rank_that_cannot_compare_leaves_no_rank_waiting(pool):
+def test_a_failed_comparison_leaves_no_rank_waiting(pool):
     assert pool.run(compare_failing) == [None] * WORLD_SIZE

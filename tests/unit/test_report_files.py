@@ -58,7 +58,7 @@ def rows_of(output):
     return {row[0]: row[1:] for row in cells if row}
 
 
-def test_the_slowest_replica_and_the_median_later_sync_are_shown(compiled):
+def test_slowest_replica_and_median_sync_are_shown(compiled):
     result = run(compiled)
     assert result.exit_code == 0
     rows = rows_of(result.stdout)
@@ -77,7 +77,7 @@ def test_the_slowest_replica_and_the_median_later_sync_are_shown(compiled):
 
 
 @pytest.mark.parametrize("versions", ("12345", "12312"))
-def test_a_line_that_a_replica_lacks_shifts_none_of_the_later_ones(tmp_path, versions):
+def test_a_missing_line_shifts_no_later_lines(tmp_path, versions):
     """Lines are of one sync by their version, also where a restarted run repeats versions."""
     path = tmp_path / "syncs.jsonl"
     for number, version in enumerate(versions):
@@ -96,7 +96,7 @@ def test_files_stand_side_by_side(compiled, disaggregated):
 
 
 @pytest.mark.parametrize("columns", (0, 20))
-def test_no_figure_is_cut_where_the_terminal_is_narrow(compiled, columns):
+def test_a_narrow_terminal_cuts_no_figure(compiled, columns):
     files = [compiled] * 6
     assert rows_of(run(*files, columns=columns).stdout) == rows_of(run(*files, columns=500).stdout)
 
@@ -115,7 +115,7 @@ def test_plot(compiled, disaggregated, tmp_path, suffix):
     assert picture.read_bytes().startswith({"png": b"\x89PNG", "svg": b"<?xml"}[suffix])
 
 
-def test_the_bars_are_the_stages_of_the_median_sync(compiled, disaggregated):
+def test_the_bars_show_the_median_syncs_stages(compiled, disaggregated):
     from verl_sglang_sync.commands.report_files.plot import draw
 
     bars, lines = draw([read_run(compiled), read_run(disaggregated)]).axes
@@ -139,7 +139,7 @@ class TestTrace:
         total = sum(line.total_seconds for line in read_run(compiled).lines)
         assert sum(event["dur"] for event in stages) == pytest.approx(total * 1e6)
 
-    def test_stages_begin_when_they_began_or_when_the_one_before_ended(self, tmp_path):
+    def test_stages_begin_at_their_time_or_previous_end(self, tmp_path):
         path = tmp_path / "report.jsonl"
         report = SyncReport(mode="compiled", replica=3)
         report.seconds = {"release": 2.0, "open": 1.0, "load": 1.0, "resume_kv_cache": 1.0}
@@ -162,7 +162,7 @@ class TestTrace:
             ({"release": 1.0}, {"load": 5.0}),
         ],
     )
-    def test_a_line_that_does_not_tell_when_is_named(self, tmp_path, seconds, started_at):
+    def test_a_line_without_time_is_named(self, tmp_path, seconds, started_at):
         path, trace = tmp_path / "old.jsonl", tmp_path / "trace.json"
         line = SyncReport(mode="compiled", replica=0, seconds=seconds, started_at=started_at)
         line.publish(str(path))
@@ -180,7 +180,7 @@ class TestTrace:
         (b"\xff", "line 2: not a line of a report file: "),
     ],
 )
-def test_a_bad_line_is_named_before_anything_is_shown(tmp_path, text, expected):
+def test_a_bad_line_is_named_first(tmp_path, text, expected):
     path, picture = tmp_path / "report.jsonl", tmp_path / "picture.png"
     publish(path, FIRST)
     with path.open("ab") as file:
@@ -191,7 +191,7 @@ def test_a_bad_line_is_named_before_anything_is_shown(tmp_path, text, expected):
     assert not picture.exists()
 
 
-def test_a_file_that_is_missing_or_empty_is_named(compiled, tmp_path):
+def test_a_missing_or_empty_file_is_named(compiled, tmp_path):
     result = run(compiled, tmp_path / "missing.jsonl")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == f"error: {tmp_path / 'missing.jsonl'}: No such file or directory\n"

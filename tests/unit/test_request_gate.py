@@ -52,7 +52,7 @@ class Gate(RequestGate):
         super().__init__(limit_s, channels, lambda: self.now)
 
 
-def test_requests_wait_in_order_and_go_before_later_ones():
+def test_waiting_requests_keep_their_order():
     gate = Gate()
     gate.set(REASON)
     first, embedding = request("a"), request("b", io.TokenizedEmbeddingReqInput)
@@ -76,7 +76,7 @@ def test_requests_wait_in_order_and_go_before_later_ones():
     ids=lambda message: type(message).__name__,
 )
 @pytest.mark.parametrize("limit_s", (10.0, 0.0))
-def test_a_request_behind_what_may_close_the_gate_waits_for_its_outcome(limit_s, closing):
+def test_a_request_behind_a_release_waits(limit_s, closing):
     gate = Gate(limit_s)
     before, behind = request("a"), request("b")
     assert gate.let_through([before, closing, behind]) == [before, closing]
@@ -99,7 +99,7 @@ def test_refusals_are_http_503_with_the_reason():
         assert answer.finished_reason["message"] == f"not served: {REASON}"
 
 
-def test_a_request_that_has_waited_too_long_is_refused():
+def test_an_overdue_request_is_refused():
     gate = Gate()
     gate.set(REASON)
     gate.let_through([request("a")])
@@ -182,7 +182,7 @@ def random_weights(process, monkeypatch):
     return SimpleNamespace(offload_tags=set(), tp_worker=Mock())
 
 
-def test_random_weights_are_not_served_until_a_sync_is_published(random_weights):
+def test_random_weights_are_served_only_after_sync(random_weights):
     assert pull([request("a")]) == []
     assert "load_format=dummy" in gate_hooks.gate_reason()
     for tags in ({"weights", "kv_cache"}, set()):  # verl sleeps an engine right after its launch
@@ -195,7 +195,7 @@ def test_random_weights_are_not_served_until_a_sync_is_published(random_weights)
 
 
 @pytest.mark.parametrize("success", (True, False))
-def test_an_update_that_is_not_ours_opens_the_gate(random_weights, success):
+def test_an_update_of_others_opens_the_gate(random_weights, success):
     reply = gate_hooks.note_other_update(
         lambda *_: SimpleNamespace(success=success), random_weights, "request"
     )
@@ -204,7 +204,7 @@ def test_an_update_that_is_not_ours_opens_the_gate(random_weights, success):
         assert facts_of(reply)["closed"] is None
 
 
-def test_an_engine_with_weights_of_its_own_serves_at_once(process, monkeypatch):
+def test_an_engine_with_loaded_weights_serves_at_once(process, monkeypatch):
     monkeypatch.setattr(gate_hooks, "_has_random_weights", False)
     process(load_format="auto")
     assert len(pull([request("a")])) == 1
@@ -221,7 +221,7 @@ def test_a_warm_up_runs_on_random_weights_alone(random_weights):
     assert pull([request(f"{WARM_UP_PREFIX}4")]) == []
 
 
-def test_the_lock_of_an_engine_with_random_weights_lets_the_first_sync_in():
+def test_random_weights_lock_admits_the_first_sync():
     """A request that waits for the sync holds SGLang's lock."""
 
     async def run():
@@ -263,7 +263,7 @@ def pull(messages, pp_rank=0):
         return gate_hooks.receive_through_gate(lambda _: messages, None)
 
 
-def test_the_rank_that_receives_holds_and_the_others_see_what_it_sends_on(process):
+def test_only_the_receiving_rank_holds_requests(process):
     process()
     gate_hooks.set_gate(REASON)
     assert pull([request("a")]) == []
@@ -331,7 +331,7 @@ class Manager:
         return await asyncio.wait_for(http_hooks.update(self.original, self, UPDATE), 0.3)
 
 
-def test_a_request_that_waits_does_not_block_the_sync_that_it_waits_for():
+def test_a_waiting_request_does_not_block_sync():
     async def run():
         manager = Manager([reply(closed="half", is_busy=False)])
         http_hooks.note_gate(manager, [reply(closed=REASON)])
@@ -356,7 +356,7 @@ def test_a_request_that_waits_does_not_block_the_sync_that_it_waits_for():
         ([], None),
     ),
 )
-def test_the_gate_is_what_the_engine_last_said_of_it(replies, is_closed):
+def test_the_gate_follows_the_engines_last_report(replies, is_closed):
     for before in (True, False):
         manager = Manager([])
         lock = http_hooks.update_lock_of(manager)

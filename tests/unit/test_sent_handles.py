@@ -108,7 +108,7 @@ def test_another_engine_in_its_place_holds_nothing(counters):
 
 
 @pytest.mark.parametrize("ends", ["failed", "committed, gone"])
-def test_an_engine_that_may_hold_memory_says_so_first(ends, counters):
+def test_an_engine_reports_held_memory_first(ends, counters):
     """A reference that is dropped twice would keep the memory for good."""
     trainer = Trainer()
     trainer.session([], ["a", "b"], keep=True, ends=ends)
@@ -117,7 +117,7 @@ def test_an_engine_that_may_hold_memory_says_so_first(ends, counters):
     assert counters() == [0, 1, 1, 1, 1, 1]
 
 
-def test_an_engine_drops_what_it_need_not_keep_itself(counters):
+def test_an_engine_drops_unneeded_memory_itself(counters):
     trainer = Trainer()
     trainer.session([], ["a"], keep=True)
     trainer.session(["a"], ["b"], keep=False)

@@ -138,7 +138,7 @@ CALLS = {
     ],
     ids=("none", "api key", "admin key", "both"),
 )
-def test_each_endpoint_gets_its_payload_and_the_key_that_sglang_wants(call, sent, keys, tokens):
+def test_each_endpoint_gets_its_payload_and_key(call, sent, keys, tokens):
     """By SGLang's own decision: what we send is let in, and nothing is sent where none is wanted.
 
     Negative control: with the other key, or none, SGLang's decision is no.
@@ -204,7 +204,7 @@ def test_a_wrong_key_is_named_at_once(status, call):
 
 
 @pytest.mark.parametrize("text", ('{"success": false, "message": "no"}', "{}", "null", "done", ""))
-def test_an_update_has_succeeded_only_if_the_reply_says_so(text):
+def test_an_update_succeeds_only_by_its_reply(text):
     server = Server(text=text)
     with pytest.raises(RequestFailed, match="/update_weights_from_tensor: HTTP 200: "):
         talk(server, UPDATE)
@@ -241,7 +241,7 @@ def test_an_error_survives_pickling_and_ray():
     (UPDATE, INIT_GROUP, DESTROY_GROUP),
     ids=("update", "init group", "destroy group"),
 )
-def test_what_may_have_been_executed_is_never_sent_again(call):
+def test_possibly_executed_requests_are_never_repeated(call):
     server = Server(delay_s=0.5)
     end = r"within 0\.2 s, not sent again, because it may have been executed$"
     with pytest.raises(ReplyLost, match=rf"/{call.operation.path}: no reply {end}"):
@@ -271,7 +271,7 @@ def test_every_operation_has_a_limit_of_its_own():
 # No connection.
 
 
-def test_a_refused_connection_is_tried_again_and_then_named():
+def test_a_refused_connection_is_retried_then_named():
     url = f"http://127.0.0.1:{free_port()}"
     message = f"{url}/update_weights_from_tensor: no connection in {CONNECT_ATTEMPTS} attempts: "
     with pytest.raises(ServerUnreachable, match=re.escape(message)):

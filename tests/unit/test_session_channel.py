@@ -40,7 +40,7 @@ def ends(new_endpoint):
         yield trainer, engine
 
 
-def test_a_message_that_is_slower_than_the_reply_is_heard(ends):
+def test_a_message_after_the_reply_is_received(ends):
     trainer, engine = ends
     late = threading.Timer(0.4, lambda: engine.send(wire.BucketDone, index=1))
 
@@ -83,7 +83,7 @@ def test_an_abort_overtakes_what_was_sent_before_it(ends):
     assert kinds == [wire.Abort, wire.Welcome, wire.Commit], "else in order"
 
 
-def test_nothing_counts_that_a_dead_trainer_sent_but_why_it_aborted(ends):
+def test_of_a_dead_trainer_only_aborts_count(ends):
     trainer, engine = ends
     trainer.send(wire.Commit, is_last=True)
     trainer.send(wire.Abort, reason="another rank failed")
@@ -96,7 +96,7 @@ def test_nothing_counts_that_a_dead_trainer_sent_but_why_it_aborted(ends):
         engine.receive()
 
 
-def test_a_trainer_hears_the_last_words_of_an_engine_that_died(ends):
+def test_a_dead_engines_last_message_is_received(ends):
     trainer, engine = ends
     engine.send(wire.Failed, traceback="last words")
     engine.close()
@@ -125,7 +125,7 @@ def test_an_engine_does_not_wait_where_nobody_listens(new_endpoint):
     assert time.monotonic() - started < 1
 
 
-def test_an_engine_does_not_wait_on_the_network_where_nobody_listens():
+def test_an_engine_waits_for_no_absent_listener():
     with socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))
         started = time.monotonic()
@@ -136,7 +136,7 @@ def test_an_engine_does_not_wait_on_the_network_where_nobody_listens():
     assert time.monotonic() - started < 1
 
 
-def test_channels_that_nobody_closed_do_not_block_the_others(new_endpoint):
+def test_unclosed_channels_do_not_block_others(new_endpoint):
     """zmq's one thread blocks in an event for a monitor that was closed before its socket."""
     gc.freeze()  # only what is made from here on has to be looked at
     for _ in range(20):
@@ -154,7 +154,7 @@ def test_channels_that_nobody_closed_do_not_block_the_others(new_endpoint):
     gc.unfreeze()
 
 
-def test_an_engine_that_was_left_does_not_take_the_place_of_another(ends):
+def test_an_abandoned_engine_takes_no_others_place(ends):
     """Where a later trainer gets the same port."""
     trainer, left = ends
     trainer.close()
@@ -184,7 +184,7 @@ def invited():
             yield session, engine, descriptor.token
 
 
-def test_an_engine_that_joins_after_a_failure_is_told(invited):
+def test_an_engine_joining_after_failure_is_informed(invited):
     session, engine, token = invited
     engine.begin(token, timeout_s=20)
     joins = threading.Timer(0.3, lambda: engine.send(wire.Hello, **HELLO))
@@ -194,7 +194,7 @@ def test_an_engine_that_joins_after_a_failure_is_told(invited):
     assert engine.receive().reason == "the export failed"
 
 
-def test_an_engine_whose_greeting_is_refused_is_told_at_once(invited):
+def test_an_engine_with_refused_hello_is_informed(invited):
     session, engine, token = invited
     engine.begin("0" * 32, timeout_s=20)
     engine.send(wire.Hello, **HELLO)

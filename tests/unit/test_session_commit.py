@@ -201,9 +201,7 @@ def test_what_was_committed_is_published(event, trainer, ring):
 
 @pytest.mark.parametrize("has_committed", [False, True])
 @pytest.mark.parametrize("then", ["aborts", "dies", "nothing"])
-def test_only_what_is_committed_and_not_given_up_is_served(
-    event, trainer, ring, has_committed, then
-):
+def test_only_committed_sessions_are_served(event, trainer, ring, has_committed, then):
     """Also by an engine that was held up: all that its commit takes lies in its socket."""
     held_up = threading.Event()
     model = model_of(WEIGHTS)
@@ -240,7 +238,7 @@ def test_only_what_is_committed_and_not_given_up_is_served(
         )
 
 
-def test_a_session_that_failed_at_the_commit_may_be_concluded(event, trainer, ring):
+def test_a_session_failed_at_commit_may_conclude(event, trainer, ring):
     """As for the other TP ranks, which loaded and learn of it."""
     engine = joined(trainer)
     send_all(trainer, ring)
@@ -260,7 +258,7 @@ def test_a_session_that_failed_at_the_commit_may_be_concluded(event, trainer, ri
     ],
     ids=["the last bucket", "the first", "what was loaded", "arranged otherwise"],
 )
-def test_an_engine_that_refuses_after_all_was_sent_is_heard(
+def test_a_late_refusal_of_an_engine_counts(
     event, trainer, ring, known, after_load, arranged, reason
 ):
     engine = joined(trainer, model_of(known), after_load=after_load or (lambda: None))
@@ -274,7 +272,7 @@ def test_an_engine_that_refuses_after_all_was_sent_is_heard(
         assert event.waited, "unmapped while the device may read what it was launched for"
 
 
-def test_what_must_be_done_before_ends_the_session_before_the_first_byte(event, trainer, ring):
+def test_a_failed_preparation_ends_the_session_first(event, trainer, ring):
     refuse = refusing("requests are running")
     engine = Engine(trainer.descriptor, model_of(WEIGHTS), after_join=refuse)
     engine.start()
@@ -289,7 +287,7 @@ def test_what_must_be_done_before_ends_the_session_before_the_first_byte(event, 
 
 
 @pytest.mark.parametrize("ended", ["well", "badly"])
-def test_a_request_that_arrives_twice_is_refused_at_once_the_second_time(event, ring, ended):
+def test_a_repeated_request_is_refused_at_once(event, ring, ended):
     """The trainer's next session hears nothing of it."""
     sockets, model = SessionSockets(), model_of(WEIGHTS)
     with TrainerSession(sockets, SETTINGS, BlockNames()) as trainer:
@@ -323,7 +321,7 @@ def serve_whole(trainer, ring, engine):
     assert engine.has_served
 
 
-def test_memory_that_the_engine_cannot_map_is_told_apart(event, trainer):
+def test_unmappable_memory_is_an_error_of_its_own(event, trainer):
     engine = joined(trainer)
     gone = CpuHandle(nbytes=64, name="/torch_nobody_has_this")
     trainer.map_blocks(["gone"], {"gone": gone}, keep=True)
@@ -336,7 +334,7 @@ def test_memory_that_the_engine_cannot_map_is_told_apart(event, trainer):
     assert not engine.has_begun
 
 
-def test_every_handle_is_used_also_of_memory_that_is_mapped(event, monkeypatch):
+def test_every_handle_of_mapped_memory_is_used(event, monkeypatch):
     """torch frees memory of a GPU only when the receiver of each handle has had it and let go."""
     sockets, model, used = SessionSockets(), model_of(WEIGHTS), []
 
@@ -376,9 +374,7 @@ WRONG_ORDERS = {  # what is announced as which of the two buckets, how many of w
 
 
 @pytest.mark.parametrize(("sent", "counts", "reason"), WRONG_ORDERS.values(), ids=WRONG_ORDERS)
-def test_every_bucket_and_tensor_comes_once_in_order_and_none_is_left_out(
-    event, trainer, ring, sent, counts, reason
-):
+def test_buckets_and_tensors_come_once_in_order(event, trainer, ring, sent, counts, reason):
     engine = joined(trainer)
     report = SyncReport(mode="compiled", replica=0)
     batches = BucketCutter(SETTINGS.bucket_bytes).batches(Export(list(WEIGHTS.items())), report)

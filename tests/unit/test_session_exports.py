@@ -132,7 +132,7 @@ def noted(seen):
 
 
 @both_modes
-def test_a_failed_sync_drains_an_export_that_fails_again(mode):
+def test_a_failed_sync_drains_a_failing_export(mode):
     seen, trainer = [], Trainer(mode)
 
     def export():
@@ -147,7 +147,7 @@ def test_a_failed_sync_drains_an_export_that_fails_again(mode):
 
 
 @both_modes
-def test_a_rank_without_memory_for_its_buffers_fails_as_in_any_other_step(mode, monkeypatch):
+def test_a_rank_without_buffer_memory_fails_normally(mode, monkeypatch):
     """They are allocated anew in each sync; the other ranks wait in the export's collectives."""
     seen, trainer = [], Trainer(mode)
     trainer.sync(noted([]))
@@ -161,7 +161,7 @@ def test_a_rank_without_memory_for_its_buffers_fails_as_in_any_other_step(mode, 
 
 @both_modes
 @pytest.mark.parametrize("is_fused", (False, True))
-def test_no_more_than_a_bucket_and_the_next_tensor_is_held(mode, is_fused):
+def test_only_a_bucket_and_a_tensor_are_held(mode, is_fused):
     refs, alive = [], []
 
     def export():
@@ -179,7 +179,7 @@ def test_no_more_than_a_bucket_and_the_next_tensor_is_held(mode, is_fused):
     assert max(alive) == (3 if is_fused else 5)  # four rows make a bucket, the fifth closes it
 
 
-def test_an_export_that_names_no_parameters_is_packed_and_the_trainer_says_so_once(caplog):
+def test_an_export_without_parameters_is_packed(caplog):
     warn_once.cache_clear()
     weights = [(f"t{i}", filled((8, 16), torch.bfloat16, i)) for i in range(9)]
     trainer = Trainer("compiled")
@@ -218,7 +218,7 @@ class Learns(Route):
 
 
 @pytest.mark.parametrize("is_enough", (True, False))
-def test_where_the_best_route_is_prepared_the_others_give_back_what_they_hold(is_enough):
+def test_the_best_route_frees_the_others(is_enough):
     """Where it is not, the engines are asked in the next sync what the others need to know."""
     trainer = Trainer("compiled")
     best, other = Learns(needs_no_staging=is_enough), Learns(needs_no_staging=False)
@@ -230,7 +230,7 @@ def test_where_the_best_route_is_prepared_the_others_give_back_what_they_hold(is
     assert other.events == (["forget", "forget"] if is_enough else ["learn"])
 
 
-def test_a_better_way_is_tried_again_though_a_worse_one_is_proven():
+def test_a_better_route_is_retried_beside_proven_ones():
     trainer = Trainer("compiled")
     best, other = Learns(needs_no_staging=True), Learns(needs_no_staging=False)
     best.refuse(Reason("no memory", is_final=False))
@@ -250,7 +250,7 @@ class Rebinds(ByName):
 
 
 @pytest.mark.parametrize("is_draft", (True, False))
-def test_of_a_draft_and_its_target_the_one_without_a_plan_is_told_of(is_draft):
+def test_the_model_without_a_plan_is_named(is_draft):
     weights = [(f"t{i}", torch.ones(64)) for i in range(3)]
     trainer, route = Trainer("compiled"), Learns(needs_no_staging=False)
     planless, planned = Rebinds(weights), ByName(weights)
@@ -295,7 +295,7 @@ class Traceable:
         return contents(self.model.named_parameters()) == contents(self.parameters.items())
 
 
-def test_a_bucket_is_compared_while_the_engine_loads_the_one_before(monkeypatch):
+def test_comparison_overlaps_the_previous_buckets_load(monkeypatch):
     case, compared, was_in_time = Traceable(), [Event() for _ in range(4)], []
     add, load = Comparison.add, case.model.load_weights
 
@@ -319,7 +319,7 @@ def test_a_bucket_is_compared_while_the_engine_loads_the_one_before(monkeypatch)
     assert case.sync().num_pulled == 4 and case.has_arrived()
 
 
-def test_a_difference_is_one_warning_and_nothing_is_read_in_place(monkeypatch, caplog):
+def test_a_difference_warns_once_and_prevents_pull(monkeypatch, caplog):
     case, trace = Traceable(), source_map.trace_export
 
     def spoiled(*args, **kwargs):
@@ -334,7 +334,7 @@ def test_a_difference_is_one_warning_and_nothing_is_read_in_place(monkeypatch, c
     assert "t1 is exported with other bytes than its parameter has" in said[0]
 
 
-def test_a_parameter_that_is_replaced_while_it_is_exported_is_traced_again(monkeypatch):
+def test_a_parameter_replaced_during_export_is_retraced(monkeypatch):
     case = Traceable()
     case.parameters["t3"] = case.parameters["t2"]  # tied
     add = Comparison.add
@@ -368,7 +368,7 @@ class SelfTracing:
         return trace_export(weights, sources=self, world_size=1, device=device)
 
 
-def test_sources_that_trace_themselves_do_so_once_they_have_been_exported():
+def test_self_tracing_sources_trace_after_their_export():
     case = Traceable()
     case.sources = SelfTracing(case)
     case.sync()
@@ -380,7 +380,7 @@ def test_sources_that_trace_themselves_do_so_once_they_have_been_exported():
     assert (len(case.sources.seen), case.num_exports) == (1, 3), "the trace is known"
 
 
-def test_an_export_that_breaks_as_it_is_made_once_more_is_no_failure_of_the_sync():
+def test_a_broken_repeated_export_fails_no_sync():
     case = Traceable()
     case.sources, case.fails_at = SelfTracing(case), 2
     assert case.sync().num_pulled == 0
@@ -390,7 +390,7 @@ def test_an_export_that_breaks_as_it_is_made_once_more_is_no_failure_of_the_sync
 
 
 @pytest.mark.parametrize("fails", (False, True))
-def test_the_next_syncs_are_prepared_while_the_engine_loads_the_last_bucket(monkeypatch, fails):
+def test_preparation_overlaps_the_last_buckets_load(monkeypatch, fails):
     """It has been told by then that this is the last. A sync that fails then is made again."""
     case, is_told, is_prepared, events = Traceable(), Event(), Event(), []
     finish, prepare = serve.Session._finish, case.route.prepare_to_learn
@@ -418,7 +418,7 @@ def test_the_next_syncs_are_prepared_while_the_engine_loads_the_last_bucket(monk
     assert case.sync().num_pulled == 4 and case.has_arrived()
 
 
-def test_after_a_refuted_route_no_export_is_loaded_by_the_plan(monkeypatch, caplog):
+def test_after_a_refuted_route_exports_load_eagerly(monkeypatch, caplog):
     """The plan may be at fault as well, which `load_weights` is not."""
     case, replay = Traceable(), PlanExecutor.replay
 

@@ -31,7 +31,7 @@ def parent(monkeypatch):
         yield Path(path)
 
 
-def test_a_folder_is_private_and_goes_with_its_owner(parent):
+def test_a_folder_is_private_and_ends_with_owner(parent):
     folder = SessionFolder()
     path = folder.path
     assert path.parent == parent
@@ -42,7 +42,7 @@ def test_a_folder_is_private_and_goes_with_its_owner(parent):
     assert not path.exists()
 
 
-def test_a_folder_is_not_made_where_a_sockets_path_would_be_too_long(parent, monkeypatch):
+def test_too_long_socket_paths_prevent_a_folder(parent, monkeypatch):
     monkeypatch.setattr(session_folder, "MAX_PARENT_CHARS", len(str(parent)) - 1)
     assert SessionFolder().path.parent == Path("/tmp")
 
@@ -60,14 +60,14 @@ def test_ranks_that_start_together_leave_nothing_behind(parent):
     assert list(parent.iterdir()) == []
 
 
-def test_memory_that_is_handed_out_again_is_listed_once(parent):
+def test_memory_handed_out_twice_is_listed_once(parent):
     folder = SessionFolder()
     for name in ("/one", "/other", "/one"):
         folder.record(CpuHandle(nbytes=7, name=name))
     assert (folder.path / "shared-memory").read_text() == "/one\n/other\n"
 
 
-def test_a_folder_and_its_memory_are_kept_while_its_owner_or_a_child_of_it_lives(parent):
+def test_living_owners_or_children_keep_the_folder(parent):
     """A data loader's worker has the lock's file open, too."""
     memory = Path(f"/dev/shm/weight-sync-test-{os.getpid()}")
     memory.write_bytes(b"weights")
@@ -132,7 +132,7 @@ def test_what_a_cleaner_removes_is_made_again(parent, caplog, clean):
     assert not path.exists()
 
 
-def test_a_folder_is_made_elsewhere_if_the_folder_for_temporary_files_is_gone(parent, monkeypatch):
+def test_a_missing_temporary_folder_is_replaced(parent, monkeypatch):
     temporary, other = parent / "temporary", parent / "other"
     for path in (temporary, other):
         path.mkdir()
@@ -145,7 +145,7 @@ def test_a_folder_is_made_elsewhere_if_the_folder_for_temporary_files_is_gone(pa
         assert folder.path.parent == other
 
 
-def test_a_list_that_a_cleaner_removes_is_made_again_without_a_socket(parent, monkeypatch):
+def test_a_removed_list_is_made_without_socket(parent, monkeypatch):
     """Engines on the network have no socket in the folder."""
     folder = SessionFolder()
     folder.record(CpuHandle(nbytes=7, name="/one"))
@@ -156,7 +156,7 @@ def test_a_list_that_a_cleaner_removes_is_made_again_without_a_socket(parent, mo
     assert (folder.path / "shared-memory").read_text() == "/one\n"
 
 
-def test_a_folder_that_vanishes_while_it_is_made_is_made_again(parent, monkeypatch):
+def test_a_folder_that_vanishes_is_made_again(parent, monkeypatch):
     make, made = tempfile.mkdtemp, []
 
     def vanishes_once(**keywords):
@@ -171,7 +171,7 @@ def test_a_folder_that_vanishes_while_it_is_made_is_made_again(parent, monkeypat
 
 
 @pytest.mark.parametrize("killed_in", ["mkdtemp", "flock", "rename"])
-def test_a_trainer_that_is_killed_before_its_folder_has_its_name_leaves_nothing(parent, killed_in):
+def test_a_trainer_killed_early_leaves_no_folder(parent, killed_in):
     calls = {
         "mkdtemp": (session_folder.SessionFolder, "_fill"),
         "flock": (session_folder.fcntl, "flock"),
@@ -199,7 +199,7 @@ def test_a_trainer_that_is_killed_before_its_folder_has_its_name_leaves_nothing(
     assert living.path.exists()
 
 
-def test_an_unfinished_folder_of_a_living_trainer_is_left_alone(parent):
+def test_a_living_trainers_unfinished_folder_stays(parent):
     """However old, if it has a lock."""
     reading, writing = os.pipe()
     owner = os.fork()

@@ -54,7 +54,7 @@ ENDS += [(m, wire.FROM_ENGINE, wire.FROM_TRAINER) for m in FROM_ENGINE]
 
 
 @pytest.mark.parametrize(("message", "decoder", "of_others"), ENDS)
-def test_messages_round_trip_at_the_end_that_they_are_for(message, decoder, of_others):
+def test_messages_round_trip_at_their_end(message, decoder, of_others):
     assert wire.decode(decoder, wire.encode(message)) == message
     with pytest.raises(SessionError, match="not a session message"):
         wire.decode(of_others, wire.encode(message))
@@ -67,7 +67,7 @@ def test_noise_is_refused(data):
 
 
 @pytest.mark.parametrize("message", FROM_TRAINER, ids=lambda m: type(m).__name__)
-def test_a_missing_an_unknown_and_a_mistyped_field_are_refused(message):
+def test_missing_unknown_and_mistyped_fields_are_refused(message):
     fields = msgspec.to_builtins(message)
     last = list(fields)[-1]
     for broken in (
@@ -131,7 +131,7 @@ def test_a_descriptor_round_trips(timeout_s):
 @pytest.mark.parametrize(
     "timeout_s", ["0", "-1", str(wire.MAX_TIMEOUT_S + 1), "1e300", "NaN", "Infinity", "null"]
 )
-def test_an_engine_waits_for_a_bounded_time_whatever_a_descriptor_says(timeout_s):
+def test_engines_wait_bounded_whatever_a_descriptor_says(timeout_s):
     with pytest.raises(SessionError, match="not a session descriptor"):
         wire.decode_descriptor(with_limit(timeout_s))
 

@@ -34,7 +34,7 @@ class Watched(TrainerRanks):
 
 
 @pytest.mark.parametrize(("last", "raised"), [(BAD, str(BAD)), (LOST, "the next one is bad")])
-def test_a_rank_whose_last_reply_was_bad_exports_nothing(last, raised, caplog):
+def test_a_rank_with_a_bad_reply_exports_nothing(last, raised, caplog):
     """One that was lost is only logged: the session had told that the weights are published."""
     events = []
     bad = RequestFailed("the next one is bad", endpoint="http://h:1/update", status=400)
@@ -59,7 +59,7 @@ def test_a_rank_whose_last_reply_was_bad_exports_nothing(last, raised, caplog):
     assert ("the reply was lost" in caplog.text) == (last is LOST)
 
 
-def test_an_engine_whose_reply_was_lost_may_still_join():
+def test_an_engine_with_lost_reply_may_join():
     lost, bad = failed_request(LOST), failed_request(BAD)
     lost.check_answer()
     for check in (lost.check, bad.check, bad.check_answer):
@@ -71,7 +71,7 @@ def test_an_engine_whose_reply_was_lost_may_still_join():
     ("is_silent", "text"),
     [(True, "may serve the new weights already"), (False, "weights may be incomplete")],
 )
-def test_a_commit_whose_outcome_is_not_told_may_be_served(is_silent, text, monkeypatch):
+def test_a_commit_without_outcome_may_be_served(is_silent, text, monkeypatch):
     """Where the engine says that it publishes nothing, it is not."""
     if is_silent:
         silent = Mock(side_effect=SessionError("no message from the engine"))
@@ -83,7 +83,7 @@ def test_a_commit_whose_outcome_is_not_told_may_be_served(is_silent, text, monke
         synced(weight_sync, [("a", torch.ones(60))], "flattened")
 
 
-def test_a_server_that_died_is_named_though_another_engine_told_of_its_failure_first():
+def test_a_dead_server_is_named_despite_earlier_failures():
     """A death ends the collective for the other engines as well."""
     session = SimpleNamespace(abort=lambda *_: None)
     arrangements = EngineArrangements(is_wanted=False)

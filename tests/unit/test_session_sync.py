@@ -150,7 +150,7 @@ def check_arrived(case, outcomes):
 
 
 @pytest.mark.parametrize("mode", ["flattened", "compiled"])
-def test_no_rank_packs_into_a_buffer_that_its_engine_still_reads(pool, mode):
+def test_no_rank_packs_into_a_buffer_in_use(pool, mode):
     """Nothing in the export holds the ranks back here: its tensors are whole on each of them."""
     case = SyncCase(mode=mode, collective=False, load_takes_s=0.2)
     check_arrived(case, pool.run(sync, case))
@@ -205,7 +205,7 @@ FAILS = {
 
 
 @pytest.mark.parametrize(("case", "texts"), FAILS.values(), ids=FAILS)
-def test_what_fails_on_a_rank_fails_on_all_and_is_published_nowhere(pool, case, texts):
+def test_one_ranks_failure_publishes_nowhere(pool, case, texts):
     """In a later sync every tensor reaches every TP rank of every replica, in the same processes
     and groups.
     """

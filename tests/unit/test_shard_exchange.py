@@ -216,7 +216,7 @@ def test_the_buffers_are_those_of_the_full_export(pool, kind, dtype, strategy):
         assert report["staging_bytes"] < 4 * BUCKET_BYTES, "two buffers, and scratch"
 
 
-def test_a_shard_that_moves_on_one_rank_is_sent_from_where_it_is(pool):
+def test_a_moved_shard_is_sent_from_its_place(pool):
     for seen in play(pool, "sync", *["step", ("move", 2, 0), "sync"] * 2, kind="dense"):
         assert seen["routes"] == ["export", "exchange", "exchange"]
 
@@ -230,7 +230,7 @@ def test_other_parameters_are_exported_and_traced_again(pool):
         assert seen["off"] is None
 
 
-def test_what_was_planned_with_another_trace_is_not_exchanged(pool):
+def test_another_traces_plan_is_not_exchanged(pool):
     for seen in play(pool, "sync", ("move", 2, 0, 1), "trace_anew", "sync", "sync", kind="dense"):
         assert seen["routes"] == ["export", "export", "exchange"]
 
@@ -263,7 +263,7 @@ def test_parameters_that_are_laid_out_otherwise_are_refused(pool):
     pool.run(refuse_parameters)
 
 
-def test_views_and_copies_of_what_is_gathered_are_followed(pool):
+def test_views_and_copies_of_gathered_tensors_are_followed(pool):
     pool.run(follow_views_and_copies)
 
 
@@ -273,7 +273,7 @@ def test_a_wrong_origin_never_reaches_the_engine(pool):
         assert seen["state"] == "OFF" and "differ from what load_weights made" in seen["off"]
 
 
-def test_a_backend_without_an_all_to_all_means_the_full_export(pool):
+def test_without_all_to_all_everything_is_exported(pool):
     refusal = RuntimeError("this backend has no all-to-all")
     fails = ("sync_failing", None, "torch.distributed.all_to_all_single", refusal)
     for seen in play(pool, fails, fails, fails, kind="tied"):
@@ -281,14 +281,14 @@ def test_a_backend_without_an_all_to_all_means_the_full_export(pool):
         assert seen["state"] == "RETRY_LATER" and str(refusal) in seen["off"]
 
 
-def test_a_rank_that_gives_up_still_sends_what_the_others_wait_for(pool):
+def test_a_failed_rank_still_sends_awaited_parts(pool):
     fails = ("sync_failing", 1, DELIVER, RuntimeError("given up"))
     for seen in play(pool, "sync", fails, "sync", "sync", kind="dense"):
         assert "rank 1: Traceback" in seen["errors"][0], "its export fails, too"
         assert seen["routes"] == ["export", "export", "exchange"]
 
 
-def test_an_engine_whose_arrangements_do_not_fit_is_sent_whole_buckets(pool):
+def test_unfit_arrangements_mean_whole_buckets(pool):
     reject = "verl_sglang_sync.engine.arrangements.decode_arrangements"
     fails = ("sync_failing", 1, reject, WireError("noise"))
     for seen in play(pool, fails, *["step", "sync"] * 3, kind="dense"):

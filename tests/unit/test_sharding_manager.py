@@ -107,7 +107,7 @@ def test_order_of_the_stages(settings, wanted):
     assert events == wanted
 
 
-def test_the_engine_sleeps_after_an_exception_in_the_body():
+def test_the_engine_sleeps_after_the_bodys_exception():
     events = []
     manager, _ = make_manager(events)
     with pytest.raises(KeyError, match="out of the body"), awake(manager, events):
@@ -117,7 +117,7 @@ def test_the_engine_sleeps_after_an_exception_in_the_body():
 
 
 @pytest.mark.parametrize("operation", ("resume weights", "update", "resume kv_cache"))
-def test_a_wake_up_that_fails_never_reaches_the_body_nor_is_its_sync_counted(tmp_path, operation):
+def test_a_failed_wake_up_skips_the_body(tmp_path, operation):
     events, path = [], tmp_path / "report.jsonl"
     manager, engine = make_manager(events, fails=operation, report_file=str(path))
     refused = pytest.raises(WeightSyncError, match=f"the engine cannot {operation}")
@@ -137,7 +137,7 @@ def test_a_wake_up_that_fails_never_reaches_the_body_nor_is_its_sync_counted(tmp
     assert (line["num_tensors"], line["num_buckets"], line["payload_bytes"]) == (2, 2, 512)
 
 
-def test_a_bad_reply_that_a_sync_did_not_wait_for_fails_the_next_stage_a_lost_one_none(caplog):
+def test_a_late_bad_reply_fails_the_next_stage(caplog):
     manager, _ = make_manager([], mode="compiled")
     manager._weight_sync._unanswered = [failed_request(BAD)]
     with pytest.raises(WeightSyncError, match="resume_kv_cache") as raised:
@@ -149,7 +149,7 @@ def test_a_bad_reply_that_a_sync_did_not_wait_for_fails_the_next_stage_a_lost_on
     assert "the weights were published, but the reply was lost" in record.getMessage()
 
 
-def test_a_sleep_that_fails_is_raised_and_keeps_the_bodys_exception():
+def test_a_failed_sleep_keeps_the_bodys_exception():
     manager, _ = make_manager([], fails="release")
     with pytest.raises(WeightSyncError, match="stage 'release' failed"), awake(manager, []):
         pass
@@ -219,7 +219,7 @@ def stages(tp, fails=(None, None), report_file=None):
         (2, 2, "release"),
     ),
 )
-def test_a_stage_that_fails_on_one_leader_fails_on_all_ranks(pool, tmp_path, tp, leader, operation):
+def test_one_leaders_failed_stage_fails_all_ranks(pool, tmp_path, tp, leader, operation):
     outcomes = pool.run(stages, tp, (leader, operation))
     errors = {error for _, error in outcomes}
     assert len(errors) == 1
@@ -238,7 +238,7 @@ def test_a_stage_that_fails_on_one_leader_fails_on_all_ranks(pool, tmp_path, tp,
     assert sorted(line["replica"] for line in report_lines(path)) == [*range(WORLD_SIZE // tp)]
 
 
-def test_an_adapter_that_is_not_exported_leaves_the_engine_alone():
+def test_an_unexported_adapter_leaves_the_engine_alone():
     events = []
     manager, _ = make_manager(events)
     with pytest.raises(

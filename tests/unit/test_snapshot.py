@@ -51,7 +51,7 @@ def _unshard(module):
 
 
 @pytest.mark.parametrize("happens", [_train, _unshard])
-def test_what_changes_no_tensor_of_the_state_is_no_change(happens):
+def test_without_tensor_changes_the_state_is_unchanged(happens):
     module = make_module()
     snapshot = SourcesSnapshot(module_state(module)())
     happens(module)
@@ -82,7 +82,7 @@ def test_whatever_changes_the_state_is_noticed(change):
         snapshot.require_unchanged(module_state(module)())
 
 
-def test_a_view_that_moved_is_noticed_and_what_is_missing_is_counted():
+def test_moved_views_are_noticed_missing_ones_counted():
     buffer = torch.ones(8)
     snapshot = SourcesSnapshot({"weight": buffer[:4], "bias": torch.ones(1)})
     with pytest.raises(SourcesChanged, match="weight"):
@@ -94,7 +94,7 @@ def test_a_view_that_moved_is_noticed_and_what_is_missing_is_counted():
 
 
 @pytest.mark.parametrize("is_taken", [True, False])
-def test_no_storage_gets_the_identity_of_a_freed_one_in_a_snapshot(is_taken):
+def test_no_storage_inherits_a_freed_ones_identity(is_taken):
     num_reused = 0
     for _ in range(200):
         tensor = torch.ones(1000)

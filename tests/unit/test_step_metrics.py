@@ -35,7 +35,7 @@ def test_metrics_are_seconds_gigabytes_and_counts():
     assert metrics["weight_sync/num_eager"] == 2
 
 
-def test_a_sync_that_took_no_time_has_no_rate():
+def test_a_sync_without_seconds_has_no_rate():
     assert "weight_sync/gigabytes_per_s" not in SyncReport(mode="compiled", replica=0).metrics()
 
 
@@ -55,7 +55,7 @@ def test_replicas_are_proven_if_each_of_them_is(others, proven):
     assert merged(each.metrics() for each in reports)["weight_sync/proven"] == proven
 
 
-def test_the_log_line_tells_the_route_and_the_seconds_around_it():
+def test_the_log_line_has_route_and_seconds():
     told = report(0.5, num_eager=1)
     told.num_replayed = told.num_pulled = 2
     told.seconds |= {"release": 0.25, "resume_weights": 0.125, "resume_kv_cache": 0.125}
@@ -68,14 +68,14 @@ def test_the_log_line_tells_the_route_and_the_seconds_around_it():
     )
 
 
-def test_the_log_line_is_seen_at_verls_default_level(caplog):
+def test_the_log_line_shows_at_verls_default(caplog):
     assert logging.getLogger().level == logging.WARNING, "as verl sets it"
     report(0.5, num_eager=0).publish(None)
     assert [record.levelname for record in caplog.records] == ["INFO"]
     assert caplog.text.count("weight sync: compiled, replica 0") == 1
 
 
-def test_what_load_weights_loads_is_a_warning_once_for_each_reason_but_the_first_syncs(caplog):
+def test_eager_reasons_warn_once_after_first_sync(caplog):
     warn_once.cache_clear()
     for reason in (MAKING_PLAN, "no plan fits", None, "no plan fits", "a cast"):
         told = report(0.5, num_eager=3)
@@ -87,7 +87,7 @@ def test_what_load_weights_loads_is_a_warning_once_for_each_reason_but_the_first
 
 
 @pytest.mark.parametrize("home", ["~", f"~{pwd.getpwuid(os.geteuid()).pw_name}"])
-def test_a_report_file_may_lie_in_the_home_folder(home, tmp_path, monkeypatch):
+def test_a_report_file_in_the_home_folder(home, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     user = SimpleNamespace(pw_dir=str(tmp_path / "home"))
     monkeypatch.setattr(pwd, "getpwnam", lambda _: user)
@@ -97,20 +97,18 @@ def test_a_report_file_may_lie_in_the_home_folder(home, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["home"]
 
 
-def test_a_report_file_of_a_user_that_this_host_lacks_is_a_warning(caplog):
+def test_an_unknown_users_report_file_is_a_warning(caplog):
     report(0.5, num_eager=0).publish("~no_such_user/syncs.jsonl")
     assert "nothing is added to report_file='~no_such_user/syncs.jsonl'" in caplog.text
 
 
-def test_a_report_file_that_cannot_be_written_is_a_warning(tmp_path, caplog):
+def test_an_unwritable_report_file_is_a_warning(tmp_path, caplog):
     report(0.5, num_eager=0).publish(str(tmp_path))
     assert f"nothing is added to report_file={str(tmp_path)!r}: [Errno 21]" in caplog.text
 
 
 @pytest.mark.parametrize(("host_bytes", "num_replayed", "warns"), [(3, 2, True), (3, 0, False)])
-def test_weights_that_stay_on_the_host_though_a_plan_holds_are_a_warning(
-    host_bytes, num_replayed, warns, caplog
-):
+def test_host_copies_beside_a_plan_are_a_warning(host_bytes, num_replayed, warns, caplog):
     told = SyncReport(mode="compiled", replica=0, num_replayed=num_replayed)
     cost = {"seconds": [0.1], "gpu_bytes": [4], "host_bytes": [host_bytes]}
     told.add_costs("release", {"weights": cost})

@@ -23,9 +23,7 @@ def fails():
         (GPU, None, fails, "Triton is not installed"),
     ],
 )
-def test_only_a_kernel_that_works_on_a_gpu_is_used(
-    monkeypatch, caplog, device, triton, attempt, why
-):
+def test_only_a_working_gpu_kernel_is_used(monkeypatch, caplog, device, triton, attempt, why):
     told = []
     monkeypatch.setattr(triton_kernels, "triton", triton)
     monkeypatch.setattr(triton_kernels, "fallbacks", told)

@@ -40,7 +40,7 @@ def connected(port):
     return TCPStore("127.0.0.1", port, 3, wait_for_workers=False, timeout=LIMIT)
 
 
-def test_a_connection_of_its_own_does_not_keep_it_open():
+def test_its_own_connection_keeps_nothing_open():
     meeting = MeetingPoint("127.0.0.1", 3, 1, limit_s=LIMIT_S)
     store = connected(meeting.port)
     store.set("key", "value")
@@ -78,7 +78,7 @@ def test_ranks_meet_in_the_store_before_any_collective(num_coming, ends, how):
 
 
 @pytest.mark.parametrize("rank", (0, 1))
-def test_a_rank_that_came_and_never_connects_is_waited_for_no_longer_than_the_limit(rank):
+def test_an_unconnected_rank_costs_at_most_the_limit(rank):
     """An engine would serve nothing meanwhile: for a connection gloo waits 2.5 hours by default."""
     meeting = MeetingPoint("127.0.0.1", 2, 1, limit_s=1.0)
     place = GroupPlace("weight_sync_a", "127.0.0.1", meeting.port, 2)
@@ -109,7 +109,7 @@ def served_where_dns_is_silent(address, resolv_conf):
 
 
 @pytest.mark.slow
-def test_a_group_forms_on_a_host_whose_dns_is_silent(tmp_path):
+def test_a_group_forms_despite_silent_dns(tmp_path):
     """torch's store looks up the name of each host that connects, and answers nobody meanwhile."""
     with two_hosts() as (host, _), ExitStack() as stack:
         if not host.prefix:
@@ -168,7 +168,7 @@ def form(*engines, timeout_s=LIMIT_S):
     return str(error.value).partition(" was not formed: ")[2]
 
 
-def test_the_replica_that_refuses_is_named_and_all_others_leave():
+def test_a_refusing_replica_is_named_and_others_leave():
     refused = Future()
     refused.set_exception(NO_ROOM)
     early, late = Engine(), Engine(delay_s=1.5)
@@ -181,7 +181,7 @@ def test_the_replica_that_refuses_is_named_and_all_others_leave():
 
 
 @pytest.mark.parametrize("answers", [True, False])
-def test_a_group_that_is_not_formed_in_time_names_who_is_silent_and_is_left(answers, monkeypatch):
+def test_an_overdue_group_names_the_silent_and_ends(answers, monkeypatch):
     """NCCL waits for a rank that never comes without a limit."""
     own, replied, left = Future(), Future(), []
     if answers:
@@ -200,7 +200,7 @@ def test_a_group_that_is_not_formed_in_time_names_who_is_silent_and_is_left(answ
     assert left == [("the group", True)]
 
 
-def test_every_trainer_rank_names_the_limit_of_a_group_that_is_not_formed_in_time(monkeypatch):
+def test_every_rank_names_an_overdue_groups_limit(monkeypatch):
     place = GroupPlace("weight_sync_a", "127.0.0.1", 1, 2)
     trainers = SimpleNamespace(gather=lambda _: [place, None])
     monkeypatch.setattr(update_groups, "in_thread", lambda *_: Future())

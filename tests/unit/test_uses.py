@@ -132,7 +132,7 @@ def test_what_cannot_be_seen_is_told(load, uses_plan, reason):
     assert reason in known
 
 
-def test_a_tensor_that_nothing_reads_is_idle_and_its_parameter_missing():
+def test_an_unread_tensor_leaves_its_parameter_missing():
     def load(model, weights):
         copy_all(model, ((name, tensor) for name, tensor in weights if name != "b"))
 
@@ -141,7 +141,7 @@ def test_a_tensor_that_nothing_reads_is_idle_and_its_parameter_missing():
     assert missing_of(loader, model) == ((), ("b (engine)",))
 
 
-def test_a_part_and_a_shape_that_broadcasts_are_noticed():
+def test_parts_and_broadcast_shapes_are_noticed():
     def load(model, weights):
         given = dict(weights)
         model.a.data.copy_(given["a"])
@@ -204,7 +204,7 @@ def test_what_is_missing_goes_by_the_published_checkpoint(prefix):
     assert missing("embed.weight")[0] == (f"{prefix}.embed.weight",)
 
 
-def test_an_error_among_tensors_without_memory_is_that_error():
+def test_errors_of_tensors_without_memory_stay_unchanged():
     def load(model, weights):
         abstract = torch.sparse_coo_tensor(torch.zeros(1, 0), torch.zeros(0), (3,))
         raise KeyError(next(iter(weights))[0], abstract.shape)

@@ -174,20 +174,20 @@ READ_ONCE = {  # copies of that tensor; what is read of it (offset, dims, run)
 
 
 @pytest.mark.parametrize(("copies", "reads"), READ_ONCE.values(), ids=READ_ONCE)
-def test_what_is_read_is_sent_once_and_as_it_lies(copies, reads):
+def test_bytes_read_are_sent_once_in_their_order(copies, reads):
     arrangement, rebased = check_plan(plan_of(T, copies))
     assert [(read.offset, read.dims, read.run) for read in arrangement] == reads
     assert len(rebased.copies) == len(copies)
 
 
-def test_what_is_read_across_the_bounds_of_a_tensor_is_not_arranged():
+def test_reads_across_tensor_bounds_are_not_arranged():
     layout = BucketLayout.pack([("a", (64,), torch.float32), ("b", (64,), torch.float32)])
     assert arrange(plan_of(layout, [StridedCopy(0, 0, 0, (), 512)])) is not None
     layout = BucketLayout.pack([("a", (63,), torch.float32), ("b", (64,), torch.float32)])
     assert arrange(plan_of(layout, [StridedCopy(0, 0, 0, (), 512)])) is None
 
 
-def test_a_bucket_of_which_nearly_all_would_be_sent_comes_whole(monkeypatch):
+def test_a_bucket_read_almost_whole_comes_whole(monkeypatch):
     small = BucketLayout.pack([("s", (64,), torch.uint8)])
     half = plan_of(T, [StridedCopy(0, 0, 0, (), 512)])
     far_apart = plan_of(small, [StridedCopy(i, i, 0, (), 1) for i in range(8)])  # 16 are sent each
@@ -242,7 +242,7 @@ class Half(nn.Module):
             self.total.add_(self.qk.sum())
 
 
-def test_a_plan_that_reads_an_arranged_buffer_otherwise_is_found_out():
+def test_a_plan_with_other_arranged_reads_is_detected():
     model, (layout, buffer) = Half(), random_bucket(SOURCES, 0)
     whole = planned(model, (layout, buffer))
     (plan,), destinations = whole.buckets, whole.destinations

@@ -61,7 +61,7 @@ for kernel, signature, constants, warps in (
 """
 
 
-def test_the_kernels_compile_for_gpus_that_are_not_here():
+def test_the_kernels_compile_for_absent_gpus():
     """The interpreter takes what the compiler refuses, such as a name of two types."""
     run = subprocess.run(
         [sys.executable, "-c", COMPILE],

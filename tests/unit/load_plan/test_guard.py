@@ -99,7 +99,7 @@ def test_the_probe_notices_data_that_lies_otherwise(change):
     assert probe.mismatch() is None
 
 
-def test_the_probe_notices_modules_and_what_is_registered_later():
+def test_the_probe_notices_later_modules_and_registrations():
     """The old module's tensors are where they were: a plan would go on filling those."""
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))
     probe = DestinationProbe(model, collect_destinations(model))
@@ -156,7 +156,7 @@ def test_the_probe_notices_another_function_that_loads(replaced):
     assert probe.mismatch() == f"{replaced} was replaced"
 
 
-def test_a_bound_method_is_the_same_each_time_it_is_set():
+def test_a_bound_method_stays_the_same_when_reset():
     model = nn.Linear(2, 2)
     model.weight.weight_loader = model.extra_repr
     probe = DestinationProbe(model, collect_destinations(model))

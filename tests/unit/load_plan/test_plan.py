@@ -180,7 +180,7 @@ def in_a_thread_pool(model, name, tensor):
         (in_a_thread_pool, 2, []),
     ],
 )
-def test_what_is_done_with_several_tensors_is_replayed_in_order(load_one, num_copies, rest):
+def test_steps_of_several_tensors_replay_in_order(load_one, num_copies, rest):
     plan = assert_replays(load_one)
     left = [tensor.name for tensor in plan.buckets[0].rest.tensors]
     assert (plan.num_copies, left) == (num_copies, rest)
@@ -188,7 +188,7 @@ def test_what_is_done_with_several_tensors_is_replayed_in_order(load_one, num_co
 
 
 @pytest.mark.parametrize("made", [lambda buffer: buffer, lambda buffer: buffer * 2])
-def test_a_copy_stays_behind_a_step_that_reads_its_target(made):
+def test_a_copy_follows_the_reader_of_its_target(made):
     def read_and_write(model, w):
         model.derived.copy_(made(model.buffer) + w)
         model.buffer.copy_(w)
@@ -261,7 +261,7 @@ def test_refuses_what_is_made_of_another_bucket(done, reason):
         planned(Model(doing(**done)), *(pack(i, SOURCES[i : i + 1]) for i in range(3)))
 
 
-def test_what_every_call_makes_anew_is_made_in_the_bucket_that_has_what_it_is_made_of():
+def test_derived_tensors_are_made_in_their_inputs_bucket():
     def load_one(model, name, tensor):
         plain(model, name, tensor)
         model.derived.copy_(model.weight[:6] + 1)
@@ -270,7 +270,7 @@ def test_what_every_call_makes_anew_is_made_in_the_bucket_that_has_what_it_is_ma
     assert [len(bucket.rest.tensors) for bucket in plan.buckets] == [0, 1, 0]
 
 
-def test_what_is_made_of_no_data_stays_as_it_is():
+def test_tensors_without_inputs_stay_unchanged():
     def load_one(model, name, tensor):
         if name == "w":
             model.weight.data.zero_()
@@ -281,7 +281,7 @@ def test_what_is_made_of_no_data_stays_as_it_is():
     assert (plan.num_copies, plan.num_rest) == (3, 0)
 
 
-def test_memory_bound_by_the_first_load_is_part_of_the_plan():
+def test_memory_bound_by_first_load_is_planned():
     def load_one(model, name, tensor):
         if name == "b":
             model.bias16.copy_(tensor)
@@ -404,7 +404,7 @@ def test_refuses_a_loader_that_keeps_a_number():
 @pytest.mark.parametrize(
     "made", [lambda _, w: w[0], lambda _, w: w * 2, lambda model, _: model.buffer + 1]
 )
-def test_refuses_a_loader_that_keeps_a_tensor_where_the_model_does_not_reach(made):
+def test_refuses_a_loader_that_keeps_unreachable_tensors(made):
     """Whatever is made of it later would be of the scrambled bytes of the check."""
     held = {}
 
@@ -420,7 +420,7 @@ def test_refuses_a_loader_that_keeps_a_tensor_where_the_model_does_not_reach(mad
     assert torch.equal(held["pending"], made(model, layout.views(buffer)[0][1]))
 
 
-def test_what_nobody_holds_but_a_cycle_is_not_kept():
+def test_tensors_held_by_a_cycle_are_not_kept():
     def load(model, w):
         def again():
             return again, w  # a function that calls itself
@@ -488,7 +488,7 @@ def exponents(tensor):
         (torch.complex64, lambda t: t.imag),
     ],
 )
-def test_self_check_finds_an_unseen_write_of_a_part_of_each_element(dtype, unseen):
+def test_self_check_finds_an_unseen_partial_element_write(dtype, unseen):
     def load_one(model, name, tensor):
         model.weight.data[:6].copy_(tensor.real if dtype.is_complex else tensor)
         worker = threading.Thread(target=lambda: model.buffer.copy_(unseen(tensor)))
@@ -507,7 +507,7 @@ def test_self_check_finds_an_unseen_write_of_a_part_of_each_element(dtype, unsee
 
 
 @pytest.mark.parametrize("hidden", ("to where the plan writes nothing", "to where it wrote before"))
-def test_a_check_that_knows_the_one_before_finds_writes_elsewhere(hidden):
+def test_a_later_check_finds_writes_elsewhere(hidden):
     def write(model, tensor):
         if hidden == "to where it wrote before":
             model.weight.data[:6].copy_(tensor)
@@ -534,7 +534,7 @@ def test_a_check_that_knows_the_one_before_finds_writes_elsewhere(hidden):
         assert ("buffer" in reason) == (hidden == "to where the plan writes nothing")
 
 
-def test_self_check_finds_a_misplaced_copy_and_restores_the_weights():
+def test_self_check_finds_misplaced_copies_and_restores_weights():
     model, _, buffer, plan = planned_for(plain)
     expected = snapshot(plan.destinations)
     bucket = plan.buckets[0]
@@ -546,7 +546,7 @@ def test_self_check_finds_a_misplaced_copy_and_restores_the_weights():
         assert differing(plan.destinations, expected) == ()
 
 
-def test_a_failed_check_leaves_nothing_of_the_scrambled_bucket_in_what_loads_read():
+def test_a_failed_check_leaves_no_scrambled_bytes():
     def load(model, w):
         model.buffer.copy_(torch.maximum(model.buffer, w))
 

@@ -105,7 +105,7 @@ AXES = st.tuples(*[st.sampled_from([None, 0, 1])] * len(SHAPES))
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @given(CUTS | AXES, st.integers(0, 1000))
-def test_a_replay_from_pieces_or_shards_is_the_eager_load(dtype, parts, seed):
+def test_a_replay_from_pieces_equals_eager_load(dtype, parts, seed):
     """Row-parallel weights among them; also where the model has another dtype."""
     model, tensors = Model().to(dtype), random_tensors(seed)
     executor = executor_of(model)
@@ -118,7 +118,7 @@ def test_a_replay_from_pieces_or_shards_is_the_eager_load(dtype, parts, seed):
 
 
 @pytest.mark.parametrize("odd", [0, 1, 2, 4])
-def test_memory_in_which_elements_lie_askew_is_copied_right_or_refused(odd):
+def test_misaligned_elements_are_copied_right_or_refused(odd):
     """Words may be as narrow as it takes; what is cast has elements."""
     tensors = random_tensors(1)
     _, whole = packed(zip(NAMES, tensors, strict=True))
@@ -134,7 +134,7 @@ def test_memory_in_which_elements_lie_askew_is_copied_right_or_refused(odd):
         check_loaded(model, tensors)
 
 
-def test_a_shard_of_a_row_parallel_weight_is_one_copy():
+def test_a_row_parallel_shard_is_one_copy():
     shards = (3, 0, 64), (1, 32, 64)
     piece = BucketPiece(3, 0, 0, 128, ((16, 4), (2, 64), (4, 1)), shards)  # [16, 8] bytes
     parts = list(BucketMap([piece]).copies(StridedCopy(0, 0, 0, (), 128)))
@@ -144,7 +144,7 @@ def test_a_shard_of_a_row_parallel_weight_is_one_copy():
     ]
 
 
-def test_no_element_is_parted_by_the_end_of_a_shard():
+def test_no_element_is_split_between_shards():
     widened = StridedCopy(0, 0, 0, (), 4, Unit(4, 8, (torch.float32, torch.float64)))
     piece = BucketPiece(0, 0, 0, 16, (), ((0, 0, 6), (1, 0, 10)))
     with pytest.raises(ValueError, match="a shard of 6 bytes ends within"):
@@ -166,7 +166,7 @@ def test_memory_may_be_another_in_each_replay():
         check_loaded(model, tensors)
 
 
-def test_of_a_bucket_of_which_nothing_is_read_nothing_need_come():
+def test_a_bucket_without_reads_needs_no_pieces():
     model = nn.Module()
     model.load_weights = list  # of names and tensors
     executor_of(model).replay(0, BucketSource(BucketMap([]), {}))
@@ -177,7 +177,7 @@ def test_one_buffer_is_not_copied():
     assert BucketSource.flat(buffer).packed(LAYOUT).data_ptr() == buffer.data_ptr()
 
 
-def test_every_byte_of_a_tensor_must_lie_in_a_piece():
+def test_every_byte_must_lie_in_a_piece():
     memory = torch.zeros(LAYOUT.nbytes, dtype=torch.uint8)
     torn = source_of([(0, memory[:64]), (68, memory[68:])])
     for source in (torn, BucketSource(BucketMap([]), {})):

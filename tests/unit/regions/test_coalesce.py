@@ -67,7 +67,7 @@ def test_casts_and_copies_are_never_joined():
 
 
 @given(COPIES, st.lists(st.integers(1, SPACE), max_size=8, unique=True))
-def test_a_split_copy_moves_the_same_bytes_each_part_within_one_piece(copies, starts):
+def test_a_split_copy_moves_the_same_bytes(copies, starts):
     starts = sorted([0, *starts])
     for copy in copies:
         parts = list(split_copy(copy, starts))
@@ -78,7 +78,7 @@ def test_a_split_copy_moves_the_same_bytes_each_part_within_one_piece(copies, st
             assert not any(first < start < stop for start in starts)
 
 
-def test_a_copy_of_regular_pieces_is_split_into_as_few_as_there_are():
+def test_regular_pieces_split_into_the_fewest_copies():
     rows = StridedCopy(0, 0, 0, ((64, 32, 64),), 16)
     assert len(list(split_copy(rows, [0]))) == 1
     assert [part.dims for part in split_copy(rows, [0, 32 * 16])] == [

@@ -9,7 +9,7 @@ from unit.strided_moves import copies_out_of, indices, moves, regions
 
 
 @given(regions(), st.booleans(), st.data())
-def test_the_same_is_moved_out_of_the_memory_behind_a_view(drawn, is_cast, data):
+def test_a_view_and_its_memory_copy_the_same(drawn, is_cast, data):
     """A view, with gaps and transposed, and a copy of some of its elements, which may be cast."""
     region, _, size = drawn
     view, unit = ByteMap.of(region), Unit(size, 8, ("narrow", "wide")) if is_cast else BYTES

@@ -52,7 +52,7 @@ def region_pairs(draw):
 
 
 @given(region_pairs())
-def test_describe_copy_moves_the_bytes_of_a_tensor_copy(pair):
+def test_describe_copy_equals_a_tensor_copy(pair):
     src_region, dst_region = pair
     src = np.random.default_rng(0).integers(0, 256, src_region.bounds()[1] + 16, dtype=np.uint8)
     want = np.zeros(dst_region.bounds()[1] + 16, dtype=np.uint8)
