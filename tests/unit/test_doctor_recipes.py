@@ -16,7 +16,7 @@ COMPILED = presets.USUAL_RECIPE
 SEPARATE = ("trainer.v1.trainer_mode=separate_async", "actor_rollout_ref.hybrid_engine=False")
 DISAGGREGATED = (*presets.USUAL, *SEPARATE, "+weight_sync=disaggregated")
 SECTION = f"{ROLLOUT}.custom.weight_sync"
-IN_PLACE = "read the trainer's parameters in place"
+PULL = "pull the trainer's parameters"
 
 
 MINE = """
@@ -35,25 +35,25 @@ class TestRecipe:
             ((*COMPILED, f"{ROLLOUT}.multi_stage_wake_up=False"), "Wake-up: weights, kv_cache, sy"),
             ((*COMPILED, f"{ROLLOUT}.free_cache_engine=False"), "Nothing sleeps: free_cache_"),
             ((*COMPILED, f"{SECTION}.prove_every_n_syncs=9"), "proven again every 9 syncs"),
-            ((*COMPILED, *MEGATRON, f"{ROLLOUT}.tensor_model_parallel_size=2"), IN_PLACE),
+            ((*COMPILED, *MEGATRON, f"{ROLLOUT}.tensor_model_parallel_size=2"), PULL),
             (
                 (*COMPILED, *MEGATRON, f"{ACTOR}.megatron.vanilla_mbridge=True"),
-                "the full export (not in place: actor.megatron.vanilla_mbridge=True: exports of",
+                "the full export (no pull: actor.megatron.vanilla_mbridge=True: exports of",
             ),
             ((*COMPILED, "trainer.nnodes=2"), "exchange the trainer ranks' shards, if proven"),
             (
                 (*COMPILED, "trainer.n_gpus_per_node=1", f"{SECTION}.routes=[exchange]"),
-                "Every sync makes the full export (not in place: routes=['exchange'])",
+                "Every sync makes the full export (no pull: routes=['exchange'])",
             ),
             (
                 (*COMPILED, f"{ACTOR}.strategy=veomni"),
-                "makes the full export (not in place: actor.strategy=veomni: neither fsdp, fsdp2 n",
+                "makes the full export (no pull: actor.strategy=veomni: neither fsdp, fsdp2 n",
             ),
-            ((*COMPILED, f"{ACTOR}.strategy=fsdp"), IN_PLACE),
-            ((*COMPILED, f"{ACTOR}.strategy=megatron"), IN_PLACE),  # without its section
+            ((*COMPILED, f"{ACTOR}.strategy=fsdp"), PULL),
+            ((*COMPILED, f"{ACTOR}.strategy=megatron"), PULL),  # without its section
             (
                 (*COMPILED, f"{ACTOR}.fsdp_config.param_offload=True"),
-                "makes the full export (not in place: actor.fsdp_config.param_offload=True: verl's",
+                "makes the full export (no pull: actor.fsdp_config.param_offload=True: verl's",
             ),
             ((*COMPILED, f"{ROLLOUT}.quantization=fp8"), "rollout.quantization=fp8"),
             ((*COMPILED, f"{ROLLOUT}.checkpoint_engine.backend=nccl"), "backend='nccl' delivers"),
@@ -62,7 +62,7 @@ class TestRecipe:
                 "through 2 staging buffers, shared by CUDA",
             ),
             ((*DISAGGREGATED, f"{SECTION}.mode=flattened"), "over NCCL"),
-            (DISAGGREGATED, f"{IN_PLACE}, where engines"),
+            (DISAGGREGATED, f"{PULL}, where engines"),
             (
                 (*DISAGGREGATED, "trainer.nnodes=2"),
                 "Later syncs have every rank send the engines its shards, if proven to equal",
@@ -78,13 +78,13 @@ class TestRecipe:
         alone = presets.Machine(num_gpus=8, reads_other_gpus=False)
         *_, last = presets.recipe_checks(COMPILED, alone)
         assert "exchange the trainer ranks' shards, if proven" in last.detail
-        assert "(not in place: CUDA IPC" in last.detail
+        assert "(no pull: CUDA IPC" in last.detail
         *_, last = presets.recipe_checks(COMPILED, presets.Machine(4, True))
         assert last.advice == "trainer.n_gpus_per_node=8, but 4 GPUs are visible here"
         *_, last = presets.recipe_checks(COMPILED, NO_GPU)
         assert "shared by /dev/shm" in last.detail
         assert "the CPU engine keeps its memory" in last.detail
-        assert "(not in place: no GPU here)" in last.detail
+        assert "(no pull: no GPU here)" in last.detail
 
     @pytest.mark.parametrize(
         ("overrides", "said"),
@@ -140,7 +140,7 @@ class TestRecipe:
             ["--config-name=ppo_megatron_trainer", *COMPILED, f"{ACTOR}.strategy=megatron"],
             EIGHT_GPUS,
         )
-        assert IN_PLACE in last.detail
+        assert PULL in last.detail
 
     @pytest.mark.parametrize(
         ("arguments", "said"),

@@ -68,7 +68,7 @@ def test_slowest_replica_and_median_sync_are_shown(compiled):
     assert rows["sync alone"] == ["24.00", "1.7500"]
     assert rows["GB/s in the sync"] == ["0.0833", "1.14"]
     assert rows["buckets"] == ["3", "3"]
-    assert rows["read in place"] == ["2"]
+    assert rows["pulled"] == ["2"]
     assert rows["exchanged"] == ["1"]
     assert rows["exported in full"] == ["3"]
     assert rows["by the load plan"] == rows["by load_weights"] == ["3"]

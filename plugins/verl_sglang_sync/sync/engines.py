@@ -161,7 +161,7 @@ class RemoteEngines:
         return group
 
     def _sending_group_of(self, group: UpdateGroup | None) -> UpdateGroup:
-        """Return the group of all trainer ranks and the replicas that do not read in place.
+        """Return the group of all trainer ranks and the replicas that do not pull.
 
         Args:
             group: of the first rank and all replicas. None on the other ranks.

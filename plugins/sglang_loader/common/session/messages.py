@@ -275,7 +275,7 @@ MAKING_PLAN = "the plan is being made"
 
 
 class Loaded(_Message, frozen=True, kw_only=True):
-    """The engine's message that all weights of this rank are in place.
+    """The engine's message that this rank has all weights.
 
     The engine rank has stopped reading the trainer's memory.
 

@@ -3,7 +3,7 @@
 - `native`: verl 0.9.1's own code with verl's own settings (host backup, named tensors, one request
   for each bucket).
 - `flattened` and `compiled`: our presets with their defaults, the host backup included. With
-  `compiled` the engine reads the trainer's parameters in place.
+  `compiled` the engine pulls the trainer's parameters.
 - `compiled_proven`: compares the engine with the full export after every sync.
 - `compiled_packed`: packs the export, as a trainer does that gathers its shards.
 - `native_float32` and `compiled_float32`: export float32, verl's default, into bfloat16 engines.

@@ -99,7 +99,7 @@ def cuda_ipc_check(gpus: Sequence[str], failed: FailedReads) -> Check:
     if any(owner == reader for owner, reader in failed):
         advice = "in a container: --ipc=host (or a large --shm-size) and a shared PID namespace"
         return Check("CUDA IPC", FAIL, lines, advice)
-    advice = "weights of other GPUs are exchanged, not read in place"
+    advice = "weights of other GPUs are exchanged, not pulled"
     return Check("CUDA IPC", WARN, lines, advice)
 
 

@@ -182,13 +182,13 @@ def _later_route(config: DictConfig, settings: WeightSyncConfig, machine: Machin
     reasons = computed or [reason for reason, holds in out_of_reach.items() if holds]
     if not reasons:
         nearby = ", where engines are on its node" * is_elsewhere
-        routes.append(f"read the trainer's parameters in place{nearby}")
+        routes.append(f"pull the trainer's parameters{nearby}")
     if "exchange" in settings.routes and not computed:
         if is_elsewhere:
             routes.append("have every rank send the engines its shards")
         elif num_ranks > 1:  # a single rank has nobody to exchange with
             routes.append("exchange the trainer ranks' shards")
-    obstacles = f" (not in place: {', '.join(reasons)})" * bool(reasons)
+    obstacles = f" (no pull: {', '.join(reasons)})" * bool(reasons)
     if not routes:
         return f"Every sync makes the full export{obstacles}"
     return f"Later syncs {', or else '.join(routes)}, if proven to equal the export{obstacles}"

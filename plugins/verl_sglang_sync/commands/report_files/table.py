@@ -12,7 +12,7 @@ from verl_sglang_sync.commands.report_files.runs import ReplicaSync, Run, stage_
 
 BUCKETS = {
     "buckets": "num_buckets",
-    "read in place": "num_pulled",
+    "pulled": "num_pulled",
     "exchanged": "num_exchanged",
     "sent by all ranks": "num_sent",
     "exported in full": "num_exported",
