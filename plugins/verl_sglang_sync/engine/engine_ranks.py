@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 SEND_WAIT_S = 1.0
 
 
-class Engine(Protocol):
+class EngineServer(Protocol):
     """The engine's server, such as an `SGLangServerClient`."""
 
     def submit(self, call: Call) -> Future[Any]:
@@ -49,7 +49,7 @@ class OpeningRequest:
         engine: the replica's server. None on ranks that do not send the request.
     """
 
-    def __init__(self, engine: Engine | None, version: str | None) -> None:
+    def __init__(self, engine: EngineServer | None, version: str | None) -> None:
         self._engine = engine
         self._version = version
         self._reply: Future[Any] | None = None

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from verl_sglang_sync.engine.engine_ranks import Engine
+from verl_sglang_sync.engine.engine_ranks import EngineServer
 from verl_sglang_sync.engine.server_client.operations import Call
 from verl_sglang_sync.ranks import TrainerRanks, WeightSyncError, run_on_all
 from verl_sglang_sync.report import SyncReport
@@ -46,7 +46,7 @@ class AdapterSync:
     async def sync(
         self,
         collect: Callable[[], AdapterUpdate],
-        engines: Mapping[str, Engine],
+        engines: Mapping[str, EngineServer],
         report: SyncReport,
     ) -> None:
         """Replace the adapter of all engines. Collective.
@@ -85,7 +85,9 @@ class AdapterSync:
         report.sent_bytes += adapter.nbytes
 
 
-async def _on_each(engines: Iterable[Engine], call: Call, report: SyncReport, stage: str) -> None:
+async def _on_each(
+    engines: Iterable[EngineServer], call: Call, report: SyncReport, stage: str
+) -> None:
     """Send a request to all engines. Raise the first failure when all engines have answered."""
     with report.stage(stage):
         replies = [asyncio.wrap_future(engine.submit(call)) for engine in engines]

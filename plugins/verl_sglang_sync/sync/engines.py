@@ -22,7 +22,7 @@ from sglang_loader.common.session.messages import Proof
 from sglang_loader.common.shared_memory import BufferHandle
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.arrangements import EngineArrangements
-from verl_sglang_sync.engine.engine_ranks import Engine, EngineRank, OpeningRequest
+from verl_sglang_sync.engine.engine_ranks import EngineRank, EngineServer, OpeningRequest
 from verl_sglang_sync.engine.session import SentHandles, SessionSockets, TrainerSession
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroup, UpdateGroups
 from verl_sglang_sync.ranks import TrainerRanks, own_rank, world_size
@@ -52,7 +52,7 @@ class ColocatedEngine:
         _engine: the replica's server on its leader. None on the other ranks.
     """
 
-    _engine: Engine | None
+    _engine: EngineServer | None
     _ranks: TrainerRanks
     _settings: WeightSyncConfig
 

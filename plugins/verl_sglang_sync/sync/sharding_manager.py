@@ -21,7 +21,7 @@ from verl.utils.ulysses import BaseShardingManager
 
 from sglang_loader.common.stage_costs import stage_costs_in
 from verl_sglang_sync.config import WeightSyncConfig
-from verl_sglang_sync.engine.engine_ranks import Engine
+from verl_sglang_sync.engine.engine_ranks import EngineServer
 from verl_sglang_sync.engine.server_client import operations
 from verl_sglang_sync.engine.server_client.operations import Call
 from verl_sglang_sync.ranks import TrainerRanks, WeightSyncError, run_on_all
@@ -49,7 +49,7 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
     def __init__(
         self,
         *,
-        engine: Engine | None,
+        engine: EngineServer | None,
         settings: WeightSyncConfig,
         ranks: TrainerRanks,
         device: torch.device,
@@ -140,7 +140,7 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         with self._new_report_after_failure():
             await run_on_all(self._ranks, stage, work)
 
-    async def _run_stage(self, stage: str, engine: Engine, call: Call) -> None:
+    async def _run_stage(self, stage: str, engine: EngineServer, call: Call) -> None:
         with self.report.stage(stage):
             reply = await asyncio.wrap_future(engine.submit(call))
         self.report.add_costs(stage, stage_costs_in(reply))

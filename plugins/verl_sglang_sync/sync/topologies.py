@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from verl_sglang_sync.config import WeightSyncConfig
-from verl_sglang_sync.engine.engine_ranks import Engine
+from verl_sglang_sync.engine.engine_ranks import EngineServer
 from verl_sglang_sync.engine.update_groups import UpdateGroups
 from verl_sglang_sync.ranks import TrainerRanks, world_size
 from verl_sglang_sync.routes.exchange import Exchange
@@ -21,7 +21,11 @@ from verl_sglang_sync.sync.weight_sync import WeightSync
 
 
 def colocated_sync(
-    *, engine: Engine | None, settings: WeightSyncConfig, ranks: TrainerRanks, device: torch.device
+    *,
+    engine: EngineServer | None,
+    settings: WeightSyncConfig,
+    ranks: TrainerRanks,
+    device: torch.device,
 ) -> WeightSync:
     """Make the syncs of one replica, on the trainer ranks' devices.
 
