@@ -63,6 +63,7 @@ class SyncReport:
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Add the seconds of the body to stage `name`."""
+        # A stage that is made again keeps its first start, and its seconds add up.
         self.started_at.setdefault(name, time.time())
         started = time.perf_counter()
         try:
@@ -80,6 +81,7 @@ class SyncReport:
     def restart(self) -> None:
         """Reset all counts for a sync that is made again. Seconds go on adding up."""
         for counts in fields(self):
+            # The type is text, because annotations are not evaluated in this module.
             if counts.type == "int":
                 setattr(self, counts.name, 0)
 

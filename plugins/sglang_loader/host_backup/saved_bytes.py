@@ -35,6 +35,7 @@ class SavedBytes:
         self.ranges = tuple(ranges)
         self.nbytes = num_bytes(ranges)
         pinned = device.type == "cuda" and self.nbytes <= PINNED_LIMIT_BYTES
+        # A tensor that is made in inference mode cannot be written outside of it.
         with torch.inference_mode(False):
             self._host = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=pinned)
         self._copy(to_host=True)

@@ -68,6 +68,8 @@ class HeldWeights:
                 raise RuntimeError("the engine dropped its load plan before the proof")
             storages = zip(plan.destinations.storages, plan.destinations.memory, strict=True)
             for storage, memory in storages:
+                # The right bytes are there already. Without the pattern a copy that does not come
+                # would leave them, and the digests would agree.
                 for start, stop in plan.coverage.get(storage.name, ()):
                     memory[start:stop].fill_(POISON)
 
@@ -76,6 +78,7 @@ class HeldWeights:
         """The number of storages that a load plan writes and that held the same bytes as others."""
         seen: Counter[tuple[int, ...]] = Counter()
         for loader, before, held in zip(self.loaders, self.destinations, self.held, strict=True):
+            # A route does not write the other storages, so it cannot swap them.
             written = loader.plan.coverage if loader.plan is not None else {}
             pairs = zip(before.storages, held.tolist(), strict=True)
             seen.update((s.nbytes, *digest) for s, digest in pairs if s.name in written)
@@ -85,6 +88,7 @@ class HeldWeights:
         """Return the names of tensors whose storages hold other bytes than before, or moved."""
         names: list[str] = []
         for loader, before, held in zip(self.loaders, self.destinations, self.held, strict=True):
+            # A storage at another address has no digest from before.
             moved = first_difference(before, collect_destinations(loader.model))
             if moved is not None:
                 names.append(moved)

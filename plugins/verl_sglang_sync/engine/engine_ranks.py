@@ -80,24 +80,21 @@ class OpeningRequest:
         return self._engine is None or self._reply is not None
 
     def check(self) -> None:
-        """Raise if there is a reply, or if it was lost. Call this before the commit.
-
-        A good reply comes only after the session.
-        """
+        """Raise if there is a reply, or if it was lost. Call this before the commit."""
         if self._reply is not None and self._reply.done():
             self._reply.result()
+            # A good reply comes only after the session.
             raise SessionError("the engine answered before its session ended, see SGLang's log")
 
     def check_refused(self) -> None:
-        """Raise if the reply is a failure, or was lost. Call this after the commit.
-
-        A good reply may come before the session's Published then.
-        """
+        """Raise if the reply is a failure, or was lost. Call this after the commit."""
+        # A good reply is no error here: it may come before the session's Published.
         if self._reply is not None and self._reply.done():
             self._reply.result()
 
     def check_answer(self) -> None:
-        """Check as `check` does, but ignore a lost reply: the engine may still join the session."""
+        """Check as `check` does, but ignore a lost reply."""
+        # The engine may have the request, and may still join the session.
         with suppress(ReplyLost):
             self.check()
 
@@ -114,7 +111,7 @@ class OpeningRequest:
         if self._reply is None:
             return None
         if not self.wait(limit_s):
-            self._reply.cancel()
+            self._reply.cancel()  # ends the retries, the request itself has left
         elif not self._reply.cancelled() and (error := self._reply.exception()) is not None:
             drop_frames(error)
             if isinstance(error, ReplyLost | ServerUnreachable):
@@ -158,6 +155,7 @@ class EngineRank:
         except Exception as error:
             if not self.name:
                 raise
+            # Callers distinguish these kinds. Exceptions of other kinds may need other arguments.
             kept = EngineFailed | SessionError | ServerUnreachable | ReplyLost
             kind = type(error) if isinstance(error, kept) else SessionError
             raise kind(f"{self.name}: {error}") from error
@@ -189,6 +187,7 @@ def wait_for(
         waiting = next((e for e in engine_ranks if not holds(e.session)), None)
         if waiting is None:
             return
+        # An engine that goes on reading is not silent: each step of it begins the limit anew.
         made = sum(e.session.num_receiving + e.session.num_done for e in engine_ranks)
         if made > progress:
             deadline, progress = time.monotonic() + limit_s, made

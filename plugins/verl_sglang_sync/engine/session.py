@@ -84,11 +84,7 @@ class SessionSockets:
 
 
 class SentHandles:
-    """The handles that one engine rank was given and may still hold, from session to session.
-
-    torch keeps memory of a GPU until the receiver of each handle has dropped it. An engine that
-    was killed never does, and an engine that fails early never maps what was sent to it.
-    """
+    """The handles that one engine rank was given and may still hold, from session to session."""
 
     def __init__(self) -> None:
         self._by_block: dict[str, list[BufferHandle]] = {}
@@ -97,12 +93,15 @@ class SentHandles:
         self._by_block.setdefault(block, []).append(handle)
 
     def keep_only(self, blocks: Collection[str]) -> None:
-        """Keep only the last handle of each of these blocks: the engine has dropped the others."""
+        """Keep only the last handle of each of these blocks."""
+        # The engine has dropped the others.
         held = self._by_block.items()
         self._by_block = {block: handles[-1:] for block, handles in held if block in blocks}
 
     def drop_all_but(self, blocks: Collection[str]) -> None:
         """Drop the references of all handles but those of the blocks that the engine maps."""
+        # torch keeps memory of a GPU until the receiver of each handle has dropped it. An engine
+        # that was killed never does, and one that fails early never maps what was sent to it.
         for block in self._by_block.keys() - set(blocks):
             drop_references(self._by_block.pop(block))
 
@@ -208,7 +207,9 @@ class TrainerSession:
         block = Block.of(storage)
         name = self._names.name_of(block, storage)
         if name not in self._slots:
+            # The engine may have kept the buffer mapped since an earlier session.
             handle = None if name in self._mapped else share_block(block, storage)
+            # Recorded before it leaves: others free the memory if this process is killed.
             if handle is not None:
                 self._sockets.folder.record(handle)
             self._announce(name, handle, keep=keep)
@@ -303,6 +304,7 @@ class TrainerSession:
             watch: replaces that of `accept`: from now on a good reply may come at any time.
             is_last: False: no request may run until the sync's next session has ended.
         """
+        # Noted before the sending, which may fail though the Commit arrives.
         self._watch, self._has_committed = watch, True
         self._send(wire.Commit, is_last=is_last)
 
@@ -319,6 +321,7 @@ class TrainerSession:
         """
         if not self._channel.has_heard and watch is None:
             return
+        # An engine that joins later would wait for buckets until its time limit.
         with suppress(Exception):  # the engine is gone
             if self._channel.has_heard or self._channel.wait(ABORT_WAIT_S, watch):
                 self._channel.send(wire.Abort, reason=reason)

@@ -168,6 +168,7 @@ class Sessions:
                     if not engine_rank.session.accept(
                         engine_rank.request.check, wait_s=AGREE_EVERY_S
                     ):
+                        # Agree with the other ranks before the next wait: one may have failed.
                         if time.monotonic() > deadline:
                             raise PeerLost(f"the engine did not join within {limit_s:g} s")
                         return None
@@ -284,6 +285,7 @@ class Sessions:
         Args:
             is_last: False: no request may run before the sync's next session has ended.
         """
+        # Set before the first Commit, which may arrive though its sending fails.
         self.may_be_served = bool(self.engine_ranks)
         try:
             with self.report.stage("publish"):
@@ -292,6 +294,7 @@ class Sessions:
                         engine_rank.session.commit(
                             engine_rank.request.check_refused, is_last=is_last
                         )
+                # All Commits have left: no replica waits for another one to publish.
                 for engine_rank in self.engine_ranks:
                     with engine_rank.naming_errors():
                         engine_rank.session.wait_until_published()
@@ -337,6 +340,7 @@ class Sessions:
             self.ranks.check(error)
         except RanksFailed as failed:
             shared = failed
+        # A lost rank takes part in no gather, so that each rank leaves alone.
         if isinstance(shared, RankLost):
             self._abort(str(shared))
             served = MAY_SERVE if self.may_be_served else ""
@@ -362,14 +366,15 @@ class Sessions:
         """Abort all sessions, and wait until the engine ranks have given up, `GIVE_UP_S` at most.
 
         Returns:
-            The errors of servers that were lost meanwhile, or None. If a server dies, a collective
-            of the other engines fails, and one of those engines may report its failure first.
+            The errors of servers that were lost meanwhile, or None.
         """
         for engine_rank in self.engine_ranks:
             request = engine_rank.request
             engine_rank.session.abort(
                 reason, request.check_answer if request.may_have_left else None
             )
+        # If a server dies, a collective of the other engines fails, and one of those engines may
+        # report its failure first. So the dead server is looked for here.
         deadline = time.monotonic() + min(GIVE_UP_S, self.settings.request_timeout_s)
         lost = [r.give_up(max(0.0, deadline - time.monotonic())) for r in self.requests]
         return "\n".join(text for text in lost if text and text not in reason) or None

@@ -78,12 +78,13 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
     async def resume(self, tags: Sequence[str]) -> None:
         """Resume the memory of verl's stages "weights" and "kv_cache".
 
-        They stand for all tags before and after the sync, see `stages`. In a one-stage wake-up
-        "weights" resumes everything, and the later "kv_cache" is a no-op in the engine.
+        They stand for all tags before and after the sync, see `stages`.
         """
         if not self._settings.free_cache_engine:
             return
         order = self._settings.stages
+        # In a one-stage wake-up "weights" resumes everything. The later "kv_cache" changes nothing
+        # in the engine.
         one_stage = WEIGHTS in tags and not self._settings.multi_stage_wake_up
         wanted = (
             *(order.before_sync if WEIGHTS in tags else ()),
@@ -93,6 +94,7 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
             tag for tag in (WEIGHTS, KV_CACHE) if tag in tags or one_stage
         )
         await self._on_leader(name, operations.resume_memory(wanted))
+        # verl resumes the KV cache last, so that the report of this wake-up is complete.
         if KV_CACHE in tags:
             self._publish()
 
@@ -130,6 +132,7 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         with self._new_report_after_failure(), self.report.stage("sync"):
             await sync
         self.report.weight_version = version
+        # Without sleep no wake-up follows that would publish the report.
         if not self._settings.free_cache_engine:
             self._publish()
 
@@ -144,14 +147,16 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         with self.report.stage(stage):
             reply = await asyncio.wrap_future(engine.submit(call))
         self.report.add_costs(stage, stage_costs_in(reply))
+        # The last sync did not wait for its reply, which has come by now.
         self._weight_sync.check_reply(self.report)
 
     @contextmanager
     def _new_report_after_failure(self) -> Iterator[None]:
-        """Replace the report if a stage fails: the stages made again count from zero."""
+        """Replace the report if a stage fails."""
         try:
             yield
         except WeightSyncError:
+            # If the caller repeats the stages, they count from zero.
             self.report = self._new_report()
             raise
 
@@ -159,6 +164,7 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         return SyncReport(mode=self._settings.mode, replica=self._replica)
 
     def _publish(self) -> None:
+        # A wake-up without a sync has nothing to report.
         has_synced = self.report.num_buckets or self.report.weight_version is not None
         if self._engine is not None and has_synced:
             self.report.publish(self._settings.report_file)

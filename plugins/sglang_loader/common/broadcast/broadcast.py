@@ -44,6 +44,8 @@ class Transfer:
         self._work = work
         self._event: torch.cuda.Event | None = None
         self._completed_at: float | None = None
+        # `work.wait` blocks the current stream, not this thread. In a stream of its own no other
+        # work waits behind it.
         if work is not None and device.type == "cuda":
             with torch.cuda.stream(_watching_stream(device)):
                 work.wait()
@@ -97,6 +99,7 @@ class Transfer:
         assert self._event is not None
         if self._event.query():
             return True
+        # NCCL also completes a transfer that it gave up. Then the event never comes.
         if self._work.is_completed():
             time_s = time.monotonic()
             self._completed_at = self._completed_at or time_s

@@ -8,9 +8,7 @@ Every operation either succeeds on the server or raises a `ServerError`. Retries
 - After a reply, good or bad, nothing is tried again.
 
 So an operation whose server is silent ends within `ATTEMPTS` x its timeout, plus a few seconds for
-the connections. Each operation has its own thread and connection, since a trainer calls from
-short-lived event loops (`asyncio.run` for each stage), from a loop that it blocks, and from threads
-without a loop.
+the connections. Each operation has its own thread and connection.
 """
 
 from __future__ import annotations
@@ -71,6 +69,8 @@ class SGLangServerClient:
             The future of the reply, decoded if it is JSON, or of a `ServerError`. Cancelling the
             future only prevents retries.
         """
+        # A trainer calls from short-lived event loops (`asyncio.run` for each stage), from a loop
+        # that it blocks, and from threads without a loop. So no loop can be shared.
         return in_thread(partial(self._send, call), "sglang-server-client")
 
     def run(self, call: Call) -> Any:
@@ -83,6 +83,7 @@ class SGLangServerClient:
             connection, is_open = self._connection(call.operation), False
             try:
                 connection.connect()
+                # Until here nothing has left, so that any operation may be tried again.
                 is_open = True
                 status, text = self._exchanged(call, connection)
                 return self._result(call, status, text)
@@ -115,12 +116,15 @@ class SGLangServerClient:
             body = json.dumps(call.payload).encode()
             headers["Content-Type"] = "application/json"
         query = f"?{urlencode(call.query)}" if call.query else ""
+        # A connection is made within a shorter limit than a reply.
         connection.sock.settimeout(self._timeout_of(operation))
         path = urlsplit(self._url(operation)).path
         connection.request(operation.method, path + query, body, headers)
+        # From here on the server may execute the operation.
         if call.sent is not None:
             call.sent.set()
         response = connection.getresponse()
+        # Without a length, the end of a reply and a broken connection look the same.
         if response.length is None and not response.chunked:
             raise HTTPException("the reply does not say how long it is: it may be cut off")
         return response.status, response.read().decode(errors="replace")
@@ -152,6 +156,7 @@ class SGLangServerClient:
         message = f"the connection broke{times}: {error!r}"
         if isinstance(error, TimeoutError):
             message = f"no reply within {self._timeout_of(call.operation):g} s{times}"
+        # An idempotent operation ends only after the last attempt.
         if attempts < ATTEMPTS:
             message += ", not sent again, because it may have been executed"
         return self._error(ReplyLost, call, message)
