@@ -298,11 +298,9 @@ def starts_random(server_args: Any = None) -> bool:
 
 
 def engine_context(model: Any) -> dict[str, object]:
-    """Return plain values on which a load plan depends and that may change while the engine lives.
-
-    A plan that was made with other values would be silently wrong.
-    """
-    # The expert map changes when EPLB rebalances.
+    """Return plain values on which a load plan depends and that may change in a running engine."""
+    # A plan that was made with other values would be silently wrong. The expert map changes when
+    # EPLB rebalances.
     from sglang.srt.distributed import parallel_state as parallel
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 

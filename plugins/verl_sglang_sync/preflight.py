@@ -134,6 +134,7 @@ def _check_engine(config: DictConfig, settings: WeightSyncConfig) -> Iterator[st
     if loaders is not None and not OmegaConf.is_list(loaders):
         yield f"{ENGINE}.custom_weight_loader={loaders!r}: expected a list of dotted paths"
     size = OmegaConf.select(config, f"{ROLLOUT}.data_parallel_size")
+    # What follows concerns engines with data parallelism.
     if size in (None, 1):
         return
     if _serves_adapter(config):
@@ -154,6 +155,7 @@ def _serves_adapter(config: DictConfig) -> bool:
 
 
 def _has_adapter(config: DictConfig) -> bool:
+    # The first key is FSDP's, the second one Megatron's.
     ranks = (OmegaConf.select(config, f"{MODEL}.{key}") for key in ("lora_rank", "lora.rank"))
     return any(isinstance(rank, int) and rank > 0 for rank in ranks)
 

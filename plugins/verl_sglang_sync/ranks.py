@@ -176,9 +176,6 @@ class TrainerRanks(Ranks):
 async def run_on_all(ranks: Ranks, stage: str, work: Coroutine[Any, Any, None] | None) -> None:
     """Run this rank's part of a stage of the engines, and wait until all ranks have done theirs.
 
-    The ranks meet every `AGREE_EVERY_S` while they wait for their engines, so that no rank times
-    out, and none waits for one that is gone.
-
     Args:
         stage: its name, for the error.
         work: this rank's part. None: it has none.
@@ -189,6 +186,8 @@ async def run_on_all(ranks: Ranks, stage: str, work: Coroutine[Any, Any, None] |
     task = asyncio.ensure_future(asyncio.sleep(0) if work is None else work)
     try:
         with ranks.section():
+            # The ranks meet every `AGREE_EVERY_S` while they wait for their engines, so that no
+            # rank times out, and none waits for one that is gone.
             while True:
                 await asyncio.wait((task,), timeout=AGREE_EVERY_S)
                 if is_done := task.done():

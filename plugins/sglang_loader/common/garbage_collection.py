@@ -13,7 +13,7 @@ NEVER = 2**31 - 1
 def no_full_collections() -> Iterator[None]:
     """Collect only young objects in the body, so that cycles still free their tensors.
 
-    Thresholds that are set in the body stay. Bodies may overlap: the first to begin restores.
+    Thresholds that are set in the body stay.
     """
     # A first sync makes a million small objects that stay. For these, Python would scan all objects
     # of the process, more than once: half a second each time in a trainer, two in an engine.
@@ -22,5 +22,6 @@ def no_full_collections() -> Iterator[None]:
     try:
         yield
     finally:
+        # Bodies may overlap. The first to begin restores: the later ones have found `NEVER`.
         young, middle, current = gc.get_threshold()
         gc.set_threshold(young, middle, full if current == NEVER else current)

@@ -105,6 +105,7 @@ class BucketLayout:
         """Return the position of the tensor that holds bytes [start, stop), or None."""
         position = self.tensor_at(start)
         tensor = self.tensors[position]
+        # `tensor_at` looks at the start alone, and the range may end in a later tensor.
         is_within = tensor.offset <= start and stop <= tensor.offset + tensor.nbytes
         return position if is_within else None
 

@@ -143,14 +143,15 @@ class Ranks:
         """Repeat this rank's part until it is done on all ranks at once.
 
         Args:
-            work: returns an item if the part is done, else None. It must not wait long, because
-                the ranks meet after each call. A part that is done is called again.
+            work: returns an item if the part is done, else None. It must not wait long. A part
+                that is done is called again.
             same: a value that must be equal on all ranks.
             differ: the failure if the values differ.
 
         Returns:
             Every rank's item, by rank.
         """
+        # The ranks meet after each call, so that a rank that fails is noticed in time.
         while True:
             turns = self._turns(work(), same, differ)
             if None not in (items := [turn.item for turn in turns]):

@@ -97,10 +97,6 @@ release_or_raise, resume_or_raise = _costs_or_raise(RELEASE), _costs_or_raise(RE
 class UpdateLock:
     """A wrapper of SGLang's lock between requests and updates. A closed gate disables the lock.
 
-    A request holds the lock until the request is answered, and an update waits for the lock. So a
-    request that waits at the gate for an update would block that update. While the gate is closed,
-    no other request runs: the gate closes only if the engine is idle.
-
     Attributes:
         is_gate_closed: the state in the engine's last reply.
     """
@@ -112,6 +108,9 @@ class UpdateLock:
     @property
     def writer_lock(self) -> AbstractAsyncContextManager[Any]:
         """The context that an update enters."""
+        # A request holds the lock until the request is answered, and an update waits for the lock.
+        # So a request that waits at the gate for an update would block that update. While the gate
+        # is closed, no other request runs: the gate closes only if the engine is idle.
         if self.is_gate_closed:
             return nullcontext()
         lock: AbstractAsyncContextManager[Any] = self._lock.writer_lock

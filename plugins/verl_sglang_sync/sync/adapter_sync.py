@@ -79,6 +79,7 @@ class AdapterSync:
             work = None
             if names:
                 work = _on_each([engines[name] for name in names], call, report, stage)
+                # Noted before the request: after a lost reply an engine may serve the adapter.
                 self._with_adapter |= names
             await run_on_all(self._ranks, stage, work)
         report.count_bucket(adapter.num_tensors, adapter.nbytes)

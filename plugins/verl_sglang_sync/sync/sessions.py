@@ -224,6 +224,7 @@ class Sessions:
             report.count_bucket(len(bucket.layout.tensors), bucket.payload_bytes)
             report.num_arranged += ready.arranged
             report.sent_bytes += ready.nbytes if ready.arranged else bucket.payload_bytes
+            # No bucket follows the last one, so nothing waits for a free buffer.
             if not bucket.is_last:
                 delivery.make_room()
         if not self.sent.num_buckets:

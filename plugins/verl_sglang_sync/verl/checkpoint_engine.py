@@ -45,7 +45,7 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     """The trainer's or the rollout's end of a disaggregated weight sync.
 
     Args:
-        bucket_size: verl's bucket size, in bytes. Ignored, because the settings have the same.
+        bucket_size: verl's bucket size, in bytes. Ignored.
         is_master: True on the trainer's first rank, False on its other ranks, None in a rollout
             worker.
 
@@ -61,6 +61,7 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 f"checkpoint_engine.engine_kwargs.{DISAGGREGATED_BACKEND}={unknown}: allowed: "
                 "nothing. Settings belong under actor_rollout_ref.rollout.custom.weight_sync"
             )
+        # `bucket_size` is not kept, because the settings have the same.
         self._is_source = bool(is_master)
         self._is_rollout = is_master is None
         self._servers: list[RolloutServer] = []
@@ -191,7 +192,8 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     async def receive_weights(
         self, global_steps: int | None = None
     ) -> AsyncGenerator[NamedTensor, None]:
-        """Yield nothing, since the engine's processes have received the weights themselves."""
+        """Yield nothing."""
+        # The engine's processes have received the weights themselves.
         nothing: tuple[NamedTensor, ...] = ()
         for item in nothing:
             yield item

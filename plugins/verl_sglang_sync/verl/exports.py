@@ -134,10 +134,8 @@ def is_verls_fsdp(method: Callable[..., Any]) -> bool:
 
 
 def _without_a_call(engine: Any, repeat: Callable[[], Iterable[NamedTensor]]) -> Reexport | None:
-    """Make the export of an FSDP engine without a call of verl's method, or return None.
-
-    Merged adapters and FSDP1 need this. verl's method would load, or gather, all weights at once.
-    """
+    """Make the export of an FSDP engine without a call of verl's method, or return None."""
+    # With merged adapters or FSDP1, verl's method would load, or gather, all weights at once.
     if _has_adapter(engine):
         from verl_sglang_sync.verl.merged_lora import merged_export  # imports PEFT
 
@@ -185,7 +183,8 @@ def _empties_storages(engine: Any) -> bool:
 
 
 def _copied(weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-    """Copy each weight, because its memory changes after the export."""
+    """Copy each weight."""
+    # The memory of the weights changes after the export.
     for name, tensor in weights:
         yield name, tensor.clone()
         del tensor  # frees the memory for the next tensor

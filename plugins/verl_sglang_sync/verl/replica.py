@@ -126,13 +126,11 @@ class WeightSyncHttpServer(SGLangHttpServer):  # type: ignore[misc]
 
     @functools.wraps(SGLangHttpServer.generate)
     async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
-        """Generate as verl does, but return no tokens for a request that was aborted or refused.
-
-        Aborted: before it ran. Refused: because the trainer has taken this engine.
-        """
+        """Generate as verl does, but return no tokens for a request that was aborted or refused."""
         try:
             return await super().generate(*args, **kwargs)
         except Exception as error:
+            # A request is refused if the trainer has taken this engine, and aborted before it ran.
             is_refused = TAKEN_BY_TRAINER in str(getattr(error, "detail", ""))
             # verl's clients continue such a request, with another server if this one refused it.
             # They would fail at the error.

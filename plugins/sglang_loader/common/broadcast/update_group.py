@@ -240,11 +240,11 @@ def leave(group: Any, *, broken: bool) -> None:
     All ranks should leave at the same time.
 
     Args:
-        group: as `join` returned it. The caller should keep no reference, so that the thread has
-            the last one: gloo waits for outstanding collectives when the last reference is dropped.
+        group: as `join` returned it. The caller should keep no reference.
         broken: if True, a transfer may be outstanding, and is aborted.
     """
     # In a thread, because NCCL may wait for the other ranks on this host, and one may be dead.
+    # The thread has the last reference: when it is dropped, gloo waits for outstanding collectives.
     held = [group]
     del group
 

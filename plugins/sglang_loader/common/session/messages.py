@@ -159,13 +159,13 @@ class SharedBuffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     Attributes:
         slot: its number in the pieces of this session.
         name: name of one block of memory for as long as the block is allocated.
-        handle: None if the engine still has the buffer mapped. Each handle is sent once, because
-            torch counts the receivers of a handle.
+        handle: None if the engine still has the buffer mapped. Each handle is sent once.
         keep: keep the buffer mapped after the session.
     """
 
     slot: int
     name: str
+    # torch counts the receivers of a handle, and frees the memory when all have dropped it.
     handle: CpuHandle | CudaHandle | None
     keep: bool
 
@@ -206,8 +206,7 @@ class LoadBucket(_Message, frozen=True, kw_only=True):
         pieces: the places of its bytes, by ascending `start`, as `encode_pieces` writes them. A
             packed bucket has one piece. A bucket that is exchanged or pulled has several. A bucket
             that is broadcast or sent lies in slot 0, the receive buffer.
-        layout: as `encode_layout` writes it. Layouts and pieces are encoded because they are the
-            same in most syncs.
+        layout: as `encode_layout` writes it.
         read_only: the pieces are the trainer ranks' own parameters, which the engine maps also in a
             session with a group. Pieces may end anywhere in a tensor.
         arranged: only the arranged bytes come, by the arrangements that Hello names.
@@ -217,6 +216,7 @@ class LoadBucket(_Message, frozen=True, kw_only=True):
 
     index: int
     buffers: list[SharedBuffer]
+    # Pieces and layouts are the same in most syncs, so they are encoded once.
     pieces: bytes
     layout: bytes
     read_only: bool

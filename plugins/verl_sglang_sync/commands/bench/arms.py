@@ -82,6 +82,7 @@ class NativeManager:
         from torch.distributed.device_mesh import init_device_mesh
         from verl.workers.rollout.sglang_rollout.http_server_engine import AsyncHttpServerAdapter
 
+        # In a training on a CPU verl's platform does this, see recipes/cpu_platform.py.
         if os.environ.get("SGLANG_USE_CPU_ENGINE"):
             share_tensors_by_name()
         self._mesh = mesh or init_device_mesh("cpu", (1,), mesh_dim_names=("infer_tp",))
