@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,9 @@ def write_hashes(model: Any, named_tensors: NamedTensors) -> None:
     `rank<n>.json` of the folder that is named: of a draft, and then of the target.
     """
     rank = torch.distributed.get_rank()
-    hashes = {name: hash_of(tensor) for name, tensor in model.state_dict().items()}
+    state = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+    with ThreadPoolExecutor() as pool:  # one thread takes 5 s for 2 GB
+        hashes = dict(zip(state, pool.map(hash_of, state.values()), strict=True))
     with Path(named_tensors[0][0], f"rank{rank}.json").open("a") as file:
         file.write(json.dumps(hashes) + "\n")
 
@@ -38,7 +41,7 @@ def write_hashes(model: Any, named_tensors: NamedTensors) -> None:
 def hash_of(tensor: torch.Tensor) -> str:
     """sha256 of the elements' bytes, in row-major order."""
     raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(raw.cpu().numpy().tobytes()).hexdigest()
+    return hashlib.sha256(raw.cpu().numpy()).hexdigest()
 
 
 def stop_in_next_load(model: Any, _: NamedTensors) -> None:
