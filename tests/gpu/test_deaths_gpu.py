@@ -2,7 +2,8 @@
 
     pytest -m gpu -rP tests/gpu/test_deaths_gpu.py     # prints the memory after each death
 
-The memory of whole GPUs is looked at: nothing else may use them meanwhile.
+The memory of other tests' processes is not counted, so that tests may run beside each other. Each
+test starts servers for a minute or two. `QUICK_START` keeps their starts short.
 """
 
 import pytest
@@ -18,7 +19,7 @@ def test_a_trainer_dies_while_engines_read_its_memory(tp, moment, tmp_path):
 
 @pytest.mark.parametrize(("in_place", "num"), [(False, 10), (True, 2)])
 def test_engines_die_while_they_map_trainer_memory(in_place, num, tmp_path):
-    check_engine_dies(tmp_path, device="cuda", in_place=in_place, num=num, ahead=2)
+    check_engine_dies(tmp_path, device="cuda", in_place=in_place, num=num, ahead=10)
 
 
 @pytest.mark.parametrize("how", ["elsewhere", "same address", "not confirmed"])

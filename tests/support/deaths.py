@@ -107,19 +107,34 @@ def random_weights(rank: TrainerRank) -> NamedTensors:
 
 
 def prepare(rank: TrainerRank, sharded: bool, settings: dict[str, Any]) -> None:
-    """Make the weights, and the manager of all syncs."""
+    """Make new weights in place of those before, and the manager of all syncs."""
+    if rank.device.type != "cpu" and "export" in rank.kept:
+        free_memory(rank.kept["export"])
     weights = random_weights(rank)
     kept = ShardedExport(weights, is_mappable=True) if sharded else KeptExport(weights)
+    # SGLang keeps the errors of imports that fail, and an error the frames below it: this one, too.
+    weights.clear()
     bucket_bytes = BUCKET_BYTES[rank.device.type]
     manager = rank.manager("compiled", timeout_s=LIMIT_S, bucket_bytes=bucket_bytes, **settings)
     rank.kept.update(export=kept, manager=manager, scale=1.0)
 
 
+def free_memory(kept: KeptExport) -> None:
+    """Free the memory of a GPU's weights, even if something still refers to the tensors."""
+    for tensor in local_tensors(kept):
+        tensor.untyped_storage().resize_(0)
+
+
+def local_tensors(kept: KeptExport) -> list[torch.Tensor]:
+    """Return the tensors of an export, of sharded ones this rank's parts."""
+    return [t.to_local() if hasattr(t, "to_local") else t for t in kept.state.values()]
+
+
 def scale_to(rank: TrainerRank, scale: float) -> None:
     """Multiply all weights, by a power of 2."""
     by, rank.kept["scale"] = scale / rank.kept["scale"], scale
-    for tensor in rank.kept["export"].state.values():
-        (tensor.to_local() if hasattr(tensor, "to_local") else tensor).mul_(by)
+    for tensor in local_tensors(rank.kept["export"]):
+        tensor.mul_(by)
 
 
 def sync(rank: TrainerRank, scale: float) -> dict[str, Any]:
@@ -264,10 +279,31 @@ def wait_until(holds: Callable[[], Any], limit_s: float, what: str) -> None:
 
 
 def used_bytes(device: str, num: int) -> list[int]:
-    """Of each GPU, by all processes together."""
+    """Return the bytes in use of each GPU, without those of processes of other tests."""
     if device == "cpu":
         return []
-    return [torch.cuda.device_memory_used(gpu) for gpu in range(num)]
+    return [_used_bytes_of(gpu) for gpu in range(num)]
+
+
+def _used_bytes_of(gpu: int) -> int:
+    while True:
+        others = _bytes_of_others(gpu)
+        used = torch.cuda.device_memory_used(gpu)
+        if others == _bytes_of_others(gpu):
+            return used - sum(others.values())
+
+
+def _bytes_of_others(gpu: int) -> dict[int, int]:
+    """Return the bytes by process of all processes but this one and those that it has started.
+
+    Memory of a dead process that an engine still maps is no process's, and is in no entry.
+    """
+    import pynvml
+
+    handle = torch.cuda._get_pynvml_handler(gpu)
+    own = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+    users = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    return {user.pid: user.usedGpuMemory or 0 for user in users if user.pid not in own}
 
 
 def mapped_of(pids: Sequence[int], engine: Served) -> int:
@@ -305,7 +341,8 @@ def serves(engine: Served, scale: float, known: dict[float, Any]) -> None:
     """Assert that the engine serves the weights of that scale, and is asked for tokens."""
     assert engine.lives
     assert engine.version == str(scale)
-    assert engine.hashes() == known.setdefault(scale, engine.hashes())
+    hashes = engine.hashes()
+    assert hashes == known.setdefault(scale, hashes)
     assert status_of_request(engine.url) == 200
     assert len({str(hashes) for hashes in known.values()}) == len(known), "control"
 
