@@ -287,7 +287,8 @@ FITS, UNCHECKED = Verdict(), Verdict(not_checked="a quantised model")
 REFUSED = "nothing is published"
 CHECKS = {  # the verdict, what is known, the setting; what is said, and how often all is looked at
     "refused": (MISFIT, None, "error", REFUSED, 1),
-    "refused before": (MISFIT, MISFIT, "error", REFUSED, 0),
+    "refused before": (MISFIT, MISFIT, "error", REFUSED, 1),
+    "refused before, for another rank's tensors": (FITS, MISFIT, "error", "", 1),
     "not checked": (UNCHECKED, None, "error", "not checked: a quantised model", 1),
     "fits": (FITS, None, "error", "", 1),
     "known to fit": (MISFIT, FITS, "error", "", 0),

@@ -172,10 +172,6 @@ class PrefixCacheInUse(RuntimeError):
     """A prefix cache that cannot be dropped. Its entries would be of the old weights."""
 
 
-class DoesNotFit(RuntimeError):
-    """A sync whose tensors do not fit the model."""
-
-
 class WeightUpdate:
     """One update of the weights on this TP rank, in step with the others. See the module.
 
@@ -220,19 +216,15 @@ class WeightUpdate:
         """Find the verdict on these tensors, or make this rank's view of them.
 
         Call this when all buckets are loaded.
-
-        Raises:
-            DoesNotFit: these tensors were refused before.
         """
         if not self._needs_verdict:
             return
         model = self._updater.tp_worker.model_runner.model
         self._verdict = cached_verdict(self._layouts, model)
-        if self._verdict is None:
+        # A refusal is judged again. Another rank's tensors may have been at fault, and the key of
+        # the verdict names this rank's alone.
+        if self._verdict is None or self._refusal(self._verdict) is not None:
             self._view = view_of_sync(self._layouts, self.models)
-        elif (refusal := self._refusal(self._verdict)) is not None:
-            self.failure_kind = "misfit"
-            raise DoesNotFit(refusal)
 
     def flush(self) -> None:
         """Drop the prefix cache, once.
