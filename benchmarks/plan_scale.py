@@ -4,10 +4,11 @@
     python benchmarks/plan_scale.py --cases kimi-k2-512
 
 Built by the project's own code, for one trainer rank and its engine rank, as they do it once before
-their second sync: what all ranks have traced is merged (`sources.source_map`), the engine rank
-arranges its plan (`load_plan.arrange`), and the trainer rank plans what it sends to and receives
-from all others (`routes.exchange`). No weight is allocated, nothing is sent: what 512 ranks would
-say is computed here, and what it weighs on the wire is pickled. Every case is a process of its own.
+their second sync: what all ranks have traced is merged (`sources.source_map`), the trainer rank
+maps the weights and locates the shards (`routes.table`). The engine rank joins the map with its
+load plan and lists the rounds of what it cannot map (`load_plan`). The trainer rank plans what it
+packs. What other engine ranks list is not made: it packs as much as is packed for its own
+engine rank. No weight is allocated, nothing is sent. Every case is a process of its own.
 
 Then the seconds of one sync are predicted, from the bytes of the plan and the rates in `RATES`.
 """
@@ -22,13 +23,13 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,20 +37,32 @@ sys.path[:0] = [str(ROOT), str(ROOT / "plugins")]
 
 from benchmarks.scale_ranks import CASES, Case, EngineRank, summary_of, trace_of  # noqa: E402
 from sglang_loader.common.layout import BucketLayout  # noqa: E402
-from sglang_loader.common.regions.arrangement import Read  # noqa: E402
-from verl_sglang_sync.commands.bench.results_file import write_results  # noqa: E402
-from verl_sglang_sync.routes.exchange import PIECES_PER_BUCKET  # noqa: E402
-from verl_sglang_sync.routes.shards.exchange_plan import (  # noqa: E402
-    PieceSends,
-    Received,
-    Sends,
-    pieces_of,
-    plan_reader,
-    plan_sends,
-    received,
-    total_nbytes,
+from sglang_loader.common.rounds import (  # noqa: E402
+    SentRound,
+    decode_parts,
+    decode_rounds,
+    encode_parts,
+    encode_rounds,
+    parts_of,
 )
-from verl_sglang_sync.sources.bucket_cutter import BucketFiller  # noqa: E402
+from sglang_loader.common.weight_map import (  # noqa: E402
+    MAPPED,
+    SENT,
+    decode_bases,
+    decode_weight_map,
+)
+from sglang_loader.load_plan.copy_table import CopyTable  # noqa: E402
+from sglang_loader.load_plan.rounds import num_bytes_read, wired_steps  # noqa: E402
+from verl_sglang_sync.commands.bench.results_file import write_results  # noqa: E402
+from verl_sglang_sync.routes.table.route import ROUNDS_PER_BUCKET  # noqa: E402
+from verl_sglang_sync.routes.table.sending import SendPlan  # noqa: E402
+from verl_sglang_sync.routes.table.weight_map import (  # noqa: E402
+    MemoryTable,
+    bases_for,
+    weight_map_of,
+)
+from verl_sglang_sync.routes.table.wires import Wires  # noqa: E402
+from verl_sglang_sync.sources.bucket_cutter import Bucket, BucketFiller  # noqa: E402
 from verl_sglang_sync.sources.export_trace import TracedExport  # noqa: E402
 from verl_sglang_sync.sources.source_map import TraceSummary, merge_traces  # noqa: E402
 
@@ -110,120 +123,86 @@ def measure(case: Case) -> dict[str, Any]:
     rank = case.ranks // 2 + 3
     before = _peak_bytes()
     traced = merge(case, seconds, sizes)
-    layouts = layouts_of(case)
-    own = EngineRank(case, rank % case.engine)
-    with timed(seconds, "engine plan"):
-        made = [own.arranged(layout) for layout in layouts]
-    sizes["engine_reads"] = sum(len(arrangement) for arrangement, _ in made)
-    sizes["engine_copies"] = sum(copies for _, copies in made)
-    engines = (EngineRank(case, each) for each in range(case.engine))
-    arrangements = [[engine.listed(layout) for layout in layouts] for engine in engines]
-    assert sizes["engine_reads"] == sum(len(each) for each in arrangements[0])
-    arrangements[rank % case.engine] = [arrangement for arrangement, _ in made]
-    encoded = [pickle.dumps(each) for each in arrangements]
-    sizes["gathered_arrangement_bytes"] = sum(map(len, encoded))
-    del arrangements
-    with timed(seconds, "gather"):
-        everyones = [pickle.loads(each) for each in encoded]
-    exchanged = Exchanged(case, rank)
-    for index, layout in enumerate(layouts):
-        of_bucket = [everyones[each % case.engine][index] for each in range(case.ranks)]
-        with timed(seconds, "plan"):
-            origins, owners = traced.origins_of(layout), traced.owners
-            sends = plan_sends(rank, of_bucket, origins, owners)
-            needed = total_nbytes(chain(*sends)) * PIECES_PER_BUCKET
-            pieces = pieces_of(sends, max(1, -(-needed // BUCKET_BYTES)))
-            receives = plan_reader(rank, case.ranks, of_bucket[rank], origins, owners)
-            found = received(receives, len(pieces))
-        exchanged.add(sends, receives, pieces, found)
+    buckets = [Bucket.of(layout, is_last=False) for layout in layouts_of(case)]
+    hosts = tuple(f"node {number // NODE}" for number in range(case.ranks))
+    wires = Wires(hosts, hosts, first_reader=0, can_map=True)
+    with timed(seconds, "weight map"):
+        stored = weight_map_of(buckets, traced)
+    sizes["weight_map_bytes"] = len(stored.data)
+    tables = [MemoryTable({}, ((0, 0),) * len(traced.parameters)) for _ in range(case.ranks)]
+    with timed(seconds, "bases"):
+        bases = bases_for(traced, tables, wires, rank)
+    sizes["bases_bytes"] = len(bases.data)
+    with timed(seconds, "decode the map"):
+        weight_map = decode_weight_map(stored.data)
+    plan = EngineRank(case, rank % case.engine).plan(weight_map.layouts)
+    with timed(seconds, "copy table"):
+        table = CopyTable.of(plan, weight_map)
+    sizes["table_copies"] = sum(len(step.copies) for step in table.steps)
+    located = decode_bases(bases.data)
+    senders = tuple(np.where(located[:, 0] == SENT, located[:, 1], MAPPED).tolist())
+    with timed(seconds, "list rounds"):
+        steps = wired_steps(table, senders, case.ranks, BUCKET_BYTES // ROUNDS_PER_BUCKET)
+        rounds = [each.sent for step in steps for each in step.rounds]
+    with timed(seconds, "exchange rounds"):
+        data = encode_rounds(rounds)
+        rounds = decode_rounds(data, case.ranks)
+        parts = [encode_parts({rank: parts_of(rounds, sender)}) for sender in range(case.ranks)]
+        incoming = [decode_parts(part)[rank] for part in parts]
+    sizes["rounds_bytes"] = len(data)
+    sizes["sent_reads"] = sum(len(part.reads) for each in rounds for part in each.parts)
+    # What this rank packs for others is as much as others pack for its engine rank.
+    with timed(seconds, "plan what is packed"):
+        send_plan = SendPlan.of(traced, incoming, list(range(case.ranks)), case.ranks)
+    sizes["packed_copies"] = sum(len(each.copies) for each in send_plan.packed)
     seconds.pop("of other stages")
+    received = Counter[int]()
+    for each in rounds:
+        received.update(dict(enumerate(each.payloads)))
+    mapped = sum(num_bytes_read(copy) for step in steps for copy, _ in step.mapped)
     return {
         "num_tensors": len(case.weights),
         "bytes": sum(weight.nbytes for weight in case.weights),
-        "num_buckets": len(layouts),
+        "num_buckets": len(buckets),
         "rank": rank,
         "median_s": {**seconds, "all": sum(seconds.values())},
         "host_bytes": _peak_bytes() - before,
         **sizes,
-        **exchanged.as_row(),
+        **predicted(received, mapped, rounds),
     }
 
 
-class Exchanged:
-    """What one rank sends and receives in a sync.
+def predicted(
+    received: Mapping[int, int], mapped: int, rounds: Sequence[SentRound]
+) -> dict[str, Any]:
+    """Bytes by wire, and the seconds that are predicted for one sync.
 
     Args:
-        case: the trainer.
-        rank: of it.
+        received: the bytes from each trainer rank that sends.
+        mapped: the bytes that are read in mapped memory.
+        rounds: of the engine rank.
     """
-
-    def __init__(self, case: Case, rank: int) -> None:
-        self._case, self._rank = case, rank
-        self._regions: Counter[str] = Counter()
-        self._sent: Counter[int] = Counter()
-        self._received: Counter[int] = Counter()
-        self._own_bytes = self._num_collectives = self._num_messages = 0
-
-    def add(
-        self,
-        sends: Sends,
-        receives: Sequence[Sequence[Read]],
-        pieces: Sequence[PieceSends],
-        found: Received,
-    ) -> None:
-        """Count one bucket's plan."""
-        self._regions["own"] += len(sends[self._rank])
-        self._own_bytes += total_nbytes(sends[self._rank])
-        for name, reads, counted in (
-            ("sends", sends, self._sent),
-            ("receives", receives, self._received),
-        ):
-            for peer, parts in enumerate(reads):
-                if parts and peer != self._rank:
-                    self._regions[name] += len(parts)
-                    counted[peer] += total_nbytes(parts)
-        self._regions["found"] += len(found.pieces)
-        self._num_collectives += len(pieces)
-        self._num_messages += sum(
-            sum(map(bool, piece.nbytes)) + sum(map(bool, sizes))
-            for piece, sizes in zip(pieces, found.sizes, strict=True)
-        )
-
-    def as_row(self) -> dict[str, Any]:
-        """Counts, bytes by pair, and the seconds that are predicted."""
-        near = {peer for peer in range(self._case.ranks) if peer // NODE == self._rank // NODE}
-
-        def over(counted: Counter[int], *, is_near: bool) -> int:
-            return sum(nbytes for peer, nbytes in counted.items() if (peer in near) == is_near)
-
-        sent, received = self._sent, self._received
-        network = max(over(sent, is_near=False), over(received, is_near=False))
-        nvlink = max(over(sent, is_near=True), over(received, is_near=True))
-        arranged = self._own_bytes + sum(received.values())
-        # own parts and sends to scratch, own parts to staging, staging to the engine's memory
-        copied = 2 * self._own_bytes + sum(sent.values()) + arranged
-        predicted = {
-            "network": network / RATES["network"],
-            "nvlink": nvlink / RATES["nvlink"],
-            "copies": copied / RATES["own memory"],
-            "messages": (self._num_collectives + self._num_messages) * MESSAGE_S,
-        }
-        return {
-            "num_regions": dict(self._regions),
-            "num_peers": {"sends": len(sent), "receives": len(received)},
-            "largest_pair_bytes": max((*sent.values(), *received.values()), default=0),
-            "network_bytes": network,
-            "nvlink_bytes": nvlink,
-            "own_bytes": self._own_bytes,
-            "arranged_bytes": arranged,
-            "num_collectives": self._num_collectives,
-            "num_messages": self._num_messages,
-            "predicted_s": {
-                **predicted,
-                "all at a time": max(predicted.values()),
-                "one after another": sum(predicted.values()),
-            },
-        }
+    network = sum(received.values())
+    num_messages = sum(bool(size) for each in rounds for size in each.sizes)
+    spent = {
+        "network": network / RATES["network"],
+        "mapped": mapped / RATES["nvlink"],
+        "copies": 3 * network / RATES["own memory"],  # into the scratch, the buffer, the engine
+        "messages": (len(rounds) + 2 * num_messages) * MESSAGE_S,
+    }
+    return {
+        "num_peers": sum(map(bool, received.values())),
+        "largest_pair_bytes": max(received.values(), default=0),
+        "mapped_bytes": mapped,
+        "network_bytes": network,
+        "num_rounds": len(rounds),
+        "num_messages": num_messages,
+        "predicted_s": {
+            **spent,
+            "all at a time": max(spent.values()),
+            "one after another": sum(spent.values()),
+        },
+    }
 
 
 def _peak_bytes() -> int:

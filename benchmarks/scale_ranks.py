@@ -2,12 +2,12 @@
 
 case = CASES["kimi-k2-512"]
 trace_of(case, rank)                        # as `conversion_trace` would find it
-EngineRank(case, 3).arranged(layout)        # as SGLang's load plan would
+EngineRank(case, 3).plan(layouts)           # as it would be compiled from SGLang's loader
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, TypeAlias
@@ -17,14 +17,13 @@ import torch
 
 from benchmarks.scale_models import ITEMSIZE, MODELS, Weight, weights_of
 from sglang_loader.common.layout import BucketLayout
-from sglang_loader.common.regions.arrangement import Arrangement, Read
 from sglang_loader.common.regions.coalesce import coalesce
 from sglang_loader.common.regions.compose import ByteMap
 from sglang_loader.common.regions.geometry import BYTES, Region, StridedCopy, describe_copy
-from sglang_loader.load_plan.arrange import arrange
-from sglang_loader.load_plan.plan import BucketPlan
+from sglang_loader.load_plan.destinations import Destinations
+from sglang_loader.load_plan.plan import NO_TENSORS, BucketPlan, LoadPlan
 from verl_sglang_sync.sources.export_trace import TracedExport, TracedParameter, TracedTensor
-from verl_sglang_sync.sources.shard_reads import Origin, Owners
+from verl_sglang_sync.sources.owners import Origin, Owners
 from verl_sglang_sync.sources.source_map import TraceSummary
 
 
@@ -152,35 +151,25 @@ class EngineRank:
         self._by_name = {weight.name: weight for weight in case.weights}
         self._storages: dict[tuple[int, str], int] = {}
 
-    def arranged(self, layout: BucketLayout) -> tuple[Arrangement, int]:
-        """What it reads of a bucket by its load plan, and how many copies it then makes."""
-        copies = list(self._copies(layout))
+    def plan(self, layouts: Sequence[BucketLayout]) -> LoadPlan:
+        """The load plan of all buckets."""
         nothing: dict[int, Any] = {}
-        plan = BucketPlan(
-            layout,
-            tuple(coalesce(copies)),
-            rest=BucketLayout((), 0),
-            written=nothing,
-            live_in=nothing,
-            writes=nothing,
-            left_out=(),
-            recomputed=frozenset(),
-            host_reads=(),
-        )
-        arranged = arrange(plan)
-        assert arranged is not None, "no copy crosses the bounds of a tensor"
-        return arranged[0], len(arranged[1].copies)
-
-    def listed(self, layout: BucketLayout) -> Arrangement:
-        """As many reads as those of `arranged`, of the same bytes, made sooner."""
-        reads, stop = [], 0
-        for copy in self._copies(layout):
-            tensor = layout.tensor_at(copy.src)
-            dims = tuple((count, step) for count, step, _ in copy.dims)
-            offset = copy.src - layout.tensors[tensor].offset
-            reads.append(Read(tensor, offset, dims, copy.run, stop))
-            stop += reads[-1].nbytes
-        return tuple(reads)
+        buckets = []
+        for layout in layouts:
+            buckets.append(
+                BucketPlan(
+                    layout,
+                    tuple(coalesce(list(self._copies(layout)))),
+                    rest=NO_TENSORS,
+                    written=nothing,
+                    live_in=nothing,
+                    writes=nothing,
+                    left_out=(),
+                    recomputed=frozenset(),
+                    host_reads=(),
+                )
+            )
+        return LoadPlan(tuple(buckets), {}, Destinations((), (), (), ()))
 
     def _copies(self, layout: BucketLayout) -> Iterator[StridedCopy]:
         """Out of a bucket into this rank's parameters; none of what it does not have."""

@@ -50,7 +50,6 @@ class SyncReport:
     num_eager: int = 0
     eager_reason: str | None = None
     num_pulled: int = 0
-    num_arranged: int = 0
     num_exchanged: int = 0
     num_sent: int = 0
     pair_bytes: list[list[int]] = field(default_factory=list)
@@ -153,11 +152,11 @@ class SyncReport:
     @property
     def _route(self) -> str:
         """Numbers of buckets by route, and by load plan or `load_weights`, as text."""
+        gigabytes = self.sent_bytes / 1e9
         counts = (
             (self.num_pulled, "read in the trainer's memory"),
-            (self.num_exchanged, "exchanged"),
-            (self.num_sent, f"sent by {len(self.pair_bytes)} ranks"),
-            (self.num_arranged, f"arranged in {self.sent_bytes / 1e9:.3g} GB"),
+            (self.num_exchanged, f"exchanged in {gigabytes:.3g} GB"),
+            (self.num_sent, f"sent by {len(self.pair_bytes)} ranks in {gigabytes:.3g} GB"),
             (self.num_replayed, "replayed"),
             (self.num_eager, "loaded by load_weights"),
         )

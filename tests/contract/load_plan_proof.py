@@ -4,18 +4,17 @@ ranks.
 
 import dataclasses
 import math
+from unittest import mock
 
 import torch
 
 from sglang_loader.common.bucket_source import BucketSource
-from sglang_loader.common.copies.strided import gather_reads
-from sglang_loader.common.layout import decode_arrangements, encode_arrangements
-from sglang_loader.common.regions.arrangement import arranged_nbytes
-from sglang_loader.load_plan.arrange import arrange
+from sglang_loader.load_plan.copy_table import CopyTable
 from sglang_loader.load_plan.destinations import collect_destinations, first_difference
-from sglang_loader.load_plan.executor import PlanExecutor, replay_once
+from sglang_loader.load_plan.executor import PlanExecutor
 from sglang_loader.upstream import engine_context
 from support.plan_check import differing, packed, planned, self_check, snapshot
+from support.scattered import Scattered
 
 LAYOUTS = ("many", "cut")
 
@@ -39,7 +38,7 @@ def prove(model, first, second, how):
     replay(model, plan, buffers)
     assert differing(plan.destinations, expected) == ()
     assert first_difference(plan.destinations, collect_destinations(model)) is None
-    prove_arranged(model, plan, split(first, how), buffers, expected)
+    prove_table(model, plan, split(first, how), buffers, expected)
 
     broken = without_one_copy(plan)
     load_eagerly(model, split(first, how))
@@ -50,20 +49,38 @@ def prove(model, first, second, how):
     return plan
 
 
-def prove_arranged(model, plan, before, buffers, expected):
-    """Every bucket of every architecture can be arranged, and loads the same bytes so."""
+def prove_table(model, plan, before, buffers, expected):
+    """The copy table loads the same bytes from shards of 1 to 4 trainer ranks, divided at random.
+
+    The shards of all ranks are mapped, or of some, or none is: the others are sent.
+
+    The negative control drops one copy of the table.
+    """
+    executor = PlanExecutor(plan, model.load_weights)
+    layouts = [bucket.layout for bucket in plan.buckets]
+    for num_ranks, num_mapped in ((1, 1), (3, 3), (4, 2), (2, 0)):
+        scattered = Scattered(layouts, num_ranks, seed=num_ranks)
+        load_eagerly(model, before)
+        shards = scattered.shards(buffers, reader=num_ranks - 1, num_mapped=num_mapped)
+        run_table(executor, scattered, shards)
+        assert differing(plan.destinations, expected) == ()
+    table = CopyTable.of(plan, shards.weight_map)
+    at = next(i for i, step in enumerate(table.steps) if step.copies)
+    broken = dataclasses.replace(table.steps[at], copies=table.steps[at].copies[1:])
+    steps = (*table.steps[:at], broken, *table.steps[at + 1 :])
     load_eagerly(model, before)
-    for bucket, buffer in zip(plan.buckets, buffers, strict=True):
-        arranged = arrange(bucket)
-        assert arranged is not None, bucket.layout
-        arrangement, rebased = arranged
-        encoded = encode_arrangements((("digest", arrangement),))
-        if arranged_nbytes(arrangement) <= bucket.layout.nbytes:
-            assert decode_arrangements(encoded, {"digest": bucket.layout})[0][1] == arrangement
-        tensors = [tensor for _, tensor in bucket.layout.views(buffer)]
-        flat = gather_reads(arrangement, tensors, buffer.device)
-        replay_once(rebased, plan.destinations, model.load_weights, flat)
-    assert differing(plan.destinations, expected) == ()
+    with mock.patch.object(CopyTable, "of", lambda *_: CopyTable(steps)):
+        run_table(PlanExecutor(plan, model.load_weights), scattered, shards)
+    assert differing(plan.destinations, expected), "a table without one copy went unnoticed"
+
+
+def run_table(executor, scattered, shards):
+    run = executor.table_run(shards, scattered.num_ranks, round_bytes=1 << 16)
+    run.begin()
+    for each in run.rounds:
+        assert not run.is_complete
+        run.load_round(scattered.sent(each.sent))
+    assert run.is_complete
 
 
 def split(weights, how):

@@ -22,7 +22,7 @@ from contract.tiny_architectures import (
 )
 from contract.weight_check_proof import check_on_ranks
 from sglang_loader.common.regions.intervals import num_bytes
-from sglang_loader.load_plan.arrange import num_bytes_read
+from sglang_loader.load_plan.rounds import num_bytes_read
 from sglang_loader.load_plan.tracer import trace_bucket
 from sglang_loader.load_plan.uses import uses_of
 from support.plan_check import packed
@@ -55,7 +55,7 @@ def test_each_rank_replays_byte_identically(ep_size, names, tmp_path):
         parts = [result[name] for result in results]
         whole = (tmp_path / name / "model.safetensors").stat().st_size
         assert all(part["covered_bytes"] < 0.9 * whole for part in parts), "nothing is sharded"
-        assert all(part["arranged_bytes"] < 0.9 * whole for part in parts), "all of it is read"
+        assert all(part["bytes_read"] < 0.9 * whole for part in parts), "all of it is read"
         for checked in (part["checked"] for part in parts):
             assert checked == parts[0]["checked"], "the ranks disagree"
             assert (checked["complete"], checked["blind"]) == ("", ""), (name, checked)
@@ -103,7 +103,9 @@ def proved(ranks, folder, name):
     return {
         "checked": checked,
         "ignored": len(uses_of(trace_bucket(model, model.load_weights, *packed(first))).unused),
-        "arranged_bytes": sum(num_bytes_read(bucket) for bucket in plans[0].buckets),
+        "bytes_read": sum(
+            num_bytes_read(copy) for bucket in plans[0].buckets for copy in bucket.copies
+        ),
         "covered_bytes": sum(num_bytes(ranges) for ranges in plans[0].coverage.values()),
     }
 

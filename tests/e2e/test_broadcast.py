@@ -30,8 +30,8 @@ from support.served import Served, served
 from support.trainer import Ranks
 from verl_sglang_sync.engine.server_client import operations
 from verl_sglang_sync.engine.session import EngineCannotMap
-from verl_sglang_sync.routes.pull.route import PulledBuckets
-from verl_sglang_sync.routes.shards.all_to_all import AllToAll
+from verl_sglang_sync.routes.table.route import TableSource
+from verl_sglang_sync.routes.table.sending import Sender
 from verl_sglang_sync.sources.snapshot import SourcesChanged
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -236,7 +236,7 @@ def fail_amid_sending(rank, act):
 
     Its group keeps no engine waiting, even where something on each rank still refers to it.
     """
-    calls, launch, export = itertools.count(), AllToAll.launch, rank.kept["export"]
+    calls, launch, export = itertools.count(), Sender.launch, rank.kept["export"]
 
     def launching(sender, *args):
         if next(calls) == 7:
@@ -245,7 +245,7 @@ def fail_amid_sending(rank, act):
         return launch(sender, *args)
 
     export.write(rank.weights(0.5))
-    with mock.patch.object(AllToAll, "launch", launching):
+    with mock.patch.object(Sender, "launch", launching):
         seen = rank.kept["sender"].attempt(export.reexport(), mode="compiled")
     return seen
 
@@ -299,7 +299,7 @@ def test_a_failure_while_sending_is_named_and_recovered(engines):
 
 def cannot_read(rank, reason):
     """A sync in which the near engine cannot read the shards."""
-    fails = mock.patch.object(PulledBuckets, "deliver", side_effect=reason)
+    fails = mock.patch.object(TableSource, "send", side_effect=reason)
     with fails if rank.rank == 0 else nullcontext():
         return rank.kept["sender"].sync(rank.kept["export"].reexport(), "compiled")
 
@@ -332,7 +332,7 @@ def read_shards(rank):
     """Rank 1 is killed while engines read all ranks' shards."""
     export = rank.kept["export"]
     export.write(rank.weights(0.5))
-    with mock.patch.object(PulledBuckets, "confirm", lambda _: die(rank)):
+    with mock.patch.object(TableSource, "confirm", lambda _: die(rank)):
         seen = rank.kept["sender"].attempt(export.reexport(), mode="compiled")
     return seen
 

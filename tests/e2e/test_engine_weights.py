@@ -90,7 +90,6 @@ def test_every_route_equals_the_eager_loader(case):
         check_exchanged(failed, [False, True, False, True])
         for reports in of_ranks(syncs.sharded[0]):
             for report in reports[1:]:
-                assert report["num_arranged"] > 0.8 * report["num_buckets"]
                 assert report["sent_bytes"] < 0.6 * report["payload_bytes"]
     assert case.engine.lives and case.engine.version == str(SCALES[-1])
     answer = json.loads(post(case.engine.url, "generate", greedy(2)).text)
@@ -98,7 +97,7 @@ def test_every_route_equals_the_eager_loader(case):
 
 
 @pytest.mark.slow
-def test_two_ranks_exchange_whole_buckets_for_two_engines(tmp_path):
+def test_two_ranks_exchange_all_bytes_for_two_engines(tmp_path):
     """FSDP2's shards over two ranks to engines of TP 1, each of which reads all of every weight."""
     make_assets(tmp_path, architecture="qwen3_moe")
     model = tmp_path / "model"
@@ -108,11 +107,9 @@ def test_two_ranks_exchange_whole_buckets_for_two_engines(tmp_path):
         syncs = Syncs(engines, ranks)
     check_pulled(syncs.pulled, EVERY)
     (way,) = syncs.sharded
-    # The first sync is recorded: an engine that has a plan and says nothing reads all.
     check_exchanged(way, EVERY)
     for reports in of_ranks(way):
         for report in reports[1:]:
-            assert report["num_arranged"] == 0
             assert report["sent_bytes"] == report["payload_bytes"]
 
 
@@ -155,4 +152,4 @@ def test_every_scheduler_gets_the_weights_with_dp_attention(tmp_path):
     assert not [name for name in same if name.endswith("mlp.experts.w13_weight")]
     for way in syncs.sharded:
         last = of_ranks(way)[0][-1]
-        assert 0 < last["num_arranged"] < last["num_buckets"], "experts alone are sharded"
+        assert 0.5 < last["sent_bytes"] / last["payload_bytes"] < 1, "experts alone are sharded"

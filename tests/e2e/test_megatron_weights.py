@@ -320,8 +320,7 @@ def check_compiled(case, reports):
     *_, last = reports
     assert last["num_replayed"] == last["num_buckets"], last["eager_reason"]
     if case.world.tp > 1 and last["num_exchanged"]:
-        assert last["num_arranged"] > 0, "a rank is sent what it reads"
-        assert last["sent_bytes"] < 0.6 * last["payload_bytes"]
+        assert last["sent_bytes"] < 0.6 * last["payload_bytes"], "a rank is sent what it reads"
     exported = [r["num_buckets"] - r["num_pulled"] - r["num_exchanged"] for r in reports]
     num_buckets = reports[0]["num_buckets"]
     if case.layout.mbridge:

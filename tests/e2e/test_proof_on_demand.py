@@ -35,19 +35,26 @@ def sync(rank, scale):
 
 
 def swap_pieces(rank):
-    """From now on rank 0 tells the engine of two tensors of one size in each other's place."""
-    from sglang_loader.common.session.messages import PIECES, decode, encode_pieces
-    from verl_sglang_sync.engine.session import TrainerSession
+    """From now on rank 0's map has two tensors of one size in each other's place."""
+    import msgspec
 
-    load = TrainerSession.load
+    from sglang_loader.common.weight_map import _decoder, _encoder
+    from verl_sglang_sync.engine.session import StoredBytes, TrainerSession
 
-    def planted(session, index, bucket, pieces, *, read_only, **more):
-        if read_only:
-            pieces = encode_pieces(swapped(decode(PIECES, pieces)))
-        load(session, index, bucket, pieces, read_only=read_only, **more)
+    load_shards = TrainerSession.load_shards
+
+    def planted(session, weight_map, bases):
+        decoded = _decoder.decode(weight_map.data)
+        buckets = [
+            msgspec.structs.replace(bucket, pieces=swapped(bucket.pieces))
+            for bucket in decoded.buckets
+        ]
+        changed = _encoder.encode(msgspec.structs.replace(decoded, buckets=buckets))
+        assert changed != weight_map.data
+        load_shards(session, StoredBytes.of(changed), bases)
 
     if rank.rank == 0:
-        TrainerSession.load = planted
+        TrainerSession.load_shards = planted
 
 
 def prove(engine, *options):

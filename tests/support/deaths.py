@@ -187,9 +187,13 @@ def use_server(rank: TrainerRank, url: str) -> None:
     rank.client.base_url = url
 
 
+def _has_read_all(session: Any) -> bool:
+    return bool(session.num_done == session.num_loads)
+
+
 def sync_with_reuse(rank: TrainerRank, scale: float, how: str) -> dict[str, Any]:
     """A sync during which some parameters lose their memory to garbage; see `check_reuse`."""
-    from verl_sglang_sync.routes.pull.route import PulledBuckets
+    from verl_sglang_sync.routes.table.route import TableSource
     from verl_sglang_sync.sources.snapshot import SourcesSnapshot
 
     state = rank.kept["export"].state
@@ -197,9 +201,10 @@ def sync_with_reuse(rank: TrainerRank, scale: float, how: str) -> dict[str, Any]
     right: dict[str, torch.Tensor] = {}
     rubbish: list[torch.Tensor] = []
     seen: dict[str, Any] = {"num": len(names), "reused": 0, "same": 0}
-    deliver, confirm = PulledBuckets.deliver, PulledBuckets.confirm
+    send, confirm = TableSource.send, TableSource.confirm
 
-    def deliver_garbage(self: PulledBuckets, ready: Any) -> bool:
+    def send_garbage(self: TableSource, sessions: Any, delivery: Any) -> None:
+        seen["engines"] = list(sessions.engine_ranks)
         if not right:
             seen["places"] = {name: state[name].data_ptr() for name in names}
             right.update((name, state[name].clone()) for name in names)
@@ -212,13 +217,11 @@ def sync_with_reuse(rank: TrainerRank, scale: float, how: str) -> dict[str, Any]
                 for name in names:
                     state[name].data = mappable(right[name].clone())
             synchronize(rank.device)
-        return deliver(self, ready)
+        send(self, sessions, delivery)
 
-    def confirm_when_read(self: PulledBuckets) -> None:
+    def confirm_when_read(self: TableSource) -> None:
         if "attempts" not in seen:
-            for engine, pieces in self._pairs:
-                num = len(pieces)
-                wait_for([engine], lambda session: session.num_done == num, LIMIT_S)  # noqa: B023
+            wait_for(seen.pop("engines"), _has_read_all, LIMIT_S)
             if how == "same address":
                 for name in names:
                     _free(state, [name])
@@ -229,8 +232,8 @@ def sync_with_reuse(rank: TrainerRank, scale: float, how: str) -> dict[str, Any]
         confirm(self)
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(PulledBuckets, "deliver", deliver_garbage))
-        stack.enter_context(mock.patch.object(PulledBuckets, "confirm", confirm_when_read))
+        stack.enter_context(mock.patch.object(TableSource, "send", send_garbage))
+        stack.enter_context(mock.patch.object(TableSource, "confirm", confirm_when_read))
         if how == "not confirmed":
             stack.enter_context(
                 mock.patch.object(SourcesSnapshot, "require_unchanged", lambda *_: None)

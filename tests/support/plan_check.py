@@ -7,9 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from sglang_loader.common.copies.strided import gather_reads
 from sglang_loader.common.layout import BucketLayout
-from sglang_loader.common.regions.arrangement import Arrangement
 from sglang_loader.load_plan.compiler import compile_bucket, join_buckets
 from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.plan import LoadPlan
@@ -66,11 +64,6 @@ def self_check(model: nn.Module, plan: LoadPlan, buffers: Sequence[torch.Tensor]
                 load_weights(iter(left.layout.views(later[: left.layout.nbytes].clone())))
             return reason
     return None
-
-
-def gather(arrangement: Arrangement, layout: BucketLayout, buffer: torch.Tensor) -> torch.Tensor:
-    """The arranged buffer of a packed bucket."""
-    return gather_reads(arrangement, [view for _, view in layout.views(buffer)], buffer.device)
 
 
 def uncovered(plan: LoadPlan, kind: str | None = None) -> list[str]:

@@ -25,6 +25,7 @@ PLANTED = (
     "a wrong offset",
     "blocks swapped",
     "tensors swapped before they are found",
+    "a wrong base",
 )
 """Those of `unit.planted_faults` that are in a trainer's own process, and need one rank alone."""
 BUCKET_BYTES = 32 << 10

@@ -8,24 +8,23 @@ from unittest import mock
 import msgspec
 import torch.distributed as dist
 
-from sglang_loader.common.session.messages import PIECES, decode, encode_pieces
 from sglang_loader.load_plan import executor
+from sglang_loader.load_plan.copy_table import CopyTable
 from unit.route_ranks import Rank
 from verl_sglang_sync.engine.session import TrainerSession
-from verl_sglang_sync.routes.pull import located
-from verl_sglang_sync.routes.shards import exchange_plan, shard_route
-from verl_sglang_sync.routes.shards.all_to_all import AllToAll
-from verl_sglang_sync.sources import shard_reads
+from verl_sglang_sync.routes.table import located, weight_map
+from verl_sglang_sync.routes.table.sending import Sender, SendPlan
+from verl_sglang_sync.sources.export_trace import TracedExport
 
 
 def pieces_changed(change):
-    """Pull: what the engines are told of the buckets' pieces is changed."""
-    pieces_for = located.pieces_for
+    """Pull: what the weight map says of the buckets' pieces is changed."""
+    pieces_of = weight_map.pieces_of
 
     def planted(*args):
-        return tuple(encode_pieces(change(decode(PIECES, each))) for each in pieces_for(*args))
+        return change(pieces_of(*args))
 
-    return mock.patch.object(located, "pieces_for", planted)
+    return mock.patch.object(weight_map, "pieces_of", planted)
 
 
 def place(piece, other):
@@ -59,11 +58,11 @@ def other_ranks():
     """Pull: the memory of the first rank counts as that of the second, and the other way round."""
     of = located.ParameterLocations.of
 
-    def planted(plan, snapshot, tables, readers, first):
+    def planted(plan, snapshot, tables, wires, readers):
         one, two, *others = tables
         turned = [replace(one, shards=two.shards), replace(two, shards=one.shards), *others]
         assert len(one.blocks) == len(two.blocks)
-        return of(plan, snapshot, [turned[1], turned[0], *others], readers, first)
+        return of(plan, snapshot, [turned[1], turned[0], *others], wires, readers)
 
     return mock.patch.object(located.ParameterLocations, "of", planted)
 
@@ -87,103 +86,145 @@ def swapped_blocks():
     return mock.patch.object(TrainerSession, "map_blocks", planted)
 
 
-def other_strides():
-    """Pull and exchange: what lies apart in a parameter counts as lying elsewhere."""
-    whole = shard_reads.whole_bucket
+def other_origins():
+    """Pull: two tensors of one size count as parts of each other's parameter."""
+    origins_of = TracedExport.origins_of
 
-    def planted(layout):
-        reads = list(whole(layout))
-        for i, one in enumerate(reads):
-            for j, other in enumerate(reads[:i]):
-                if one.run == other.run and one.run > 256:
-                    reads[i] = replace(one, tensor=other.tensor)
-                    reads[j] = replace(other, tensor=one.tensor)
-                    return tuple(reads)
-        return tuple(reads)
+    def planted(traced, layout):
+        origins = origins_of(traced, layout)
+        for i, one in enumerate(layout.tensors):
+            for j, other in enumerate(layout.tensors[:i]):
+                if one.nbytes == other.nbytes and one.nbytes > 256:
+                    origins[i], origins[j] = origins[j], origins[i]
+                    return origins
+        return origins
 
-    return mock.patch.object(located, "whole_bucket", planted)
+    return mock.patch.object(TracedExport, "origins_of", planted)
+
+
+def bases_changed():
+    """Pull: two shards of one size are located in each other's place."""
+    locate = located.bases_for
+
+    def planted(traced, tables, wires, reader):
+        alike = {}
+        for i, owners in enumerate(traced.owners):
+            j = alike.setdefault(owners, i)
+            if i != j and owners.nbytes > 256:
+                tables = [replace(table, shards=exchanged(table.shards, i, j)) for table in tables]
+                break
+        return locate(traced, tables, wires, reader)
+
+    return mock.patch.object(located, "bases_for", planted)
+
+
+def exchanged(items, i, j):
+    changed = [*items]
+    changed[i], changed[j] = changed[j], changed[i]
+    return tuple(changed)
+
+
+def table_changed(change):
+    """Engine: the largest copy of the copy table is changed, or left out if that gives None."""
+    join = CopyTable.of.__func__
+
+    def planted(cls, plan, weight_map):
+        steps = list(join(cls, plan, weight_map).steps)
+        copies = list(steps[0].copies)
+        at = max(range(len(copies)), key=lambda i: size_of(copies[i][0]))
+        copies[at : at + 1] = change(*copies[at])
+        steps[0] = replace(steps[0], copies=tuple(copies))
+        return cls(tuple(steps))
+
+    return mock.patch.object(CopyTable, "of", classmethod(planted))
+
+
+def left_out(copy, number):
+    return []
+
+
+def of_half_the_length(copy, number):
+    return [(replace(copy, run=copy.run // 2), number)]
 
 
 def size_of(copy):
     return copy.run * math.prod(count for count, _, _ in copy.dims)
 
 
-def a_copy_is_left_out():
-    """Engine: the kernel leaves out the largest copy of each bucket that comes in pieces."""
-    make = executor._Copies.__init__
+def rounds_changed(change):
+    """Engine: what the first round copies into the model is changed."""
+    wire = executor.wired_steps
 
-    def planted(copies, plan, bucket_map):
-        if len(bucket_map.pieces) > 1 and plan.copies:
-            largest = max(plan.copies, key=size_of)
-            kept = tuple(copy for copy in plan.copies if copy is not largest)
-            make(copies, replace(plan, copies=kept), bucket_map)
-            copies.plan = plan
-        else:
-            make(copies, plan, bucket_map)
+    def planted(*args):
+        steps = list(wire(*args))
+        at = next((i for i, step in enumerate(steps) if step.rounds), None)
+        if at is not None:
+            first, *others = steps[at].rounds
+            copies = change(list(first.copies))
+            rounds = (replace(first, copies=tuple(copies)), *others)
+            steps[at] = replace(steps[at], rounds=rounds)
+        return tuple(steps)
 
-    return mock.patch.object(executor._Copies, "__init__", planted)
+    return mock.patch.object(executor, "wired_steps", planted)
 
 
-def received_elsewhere():
-    """Exchange: two pieces of one size count as received in each other's place."""
-    receive = shard_route.received
+def read_early(copies):
+    """The largest copy that can reads the buffer a word too early."""
+    movable = [copy for copy in copies if copy.src >= 8]
+    copy = max(movable, key=size_of)
+    copies[copies.index(copy)] = replace(copy, src=copy.src - 8)
+    return copies
 
-    def planted(*args, **keys):
-        found = receive(*args, **keys)
-        return replace(found, pieces=swapped(found.pieces))
 
-    return mock.patch.object(shard_route, "received", planted)
+def largest_left_out(copies):
+    copies.remove(max(copies, key=size_of))
+    return copies
 
 
 def packed_wrongly():
-    """Exchange: 8 bytes of every piece are packed wrongly."""
-    pack = AllToAll.pack
+    """Exchange: 8 bytes of every round are packed wrongly."""
+    pack = Sender.pack
 
-    def planted(moves, number):
-        sent, sizes = pack(moves, number)
+    def planted(sender, number):
+        pack(sender, number)
+        sent = sender._scratch_of(number)
         if sent.numel():
             sent[:8] ^= 0x55
-        return sent, sizes
 
-    return mock.patch.object(AllToAll, "pack", planted)
-
-
-def sent_in_other_order():
-    """Exchange: two reads of one size are packed in each other's place."""
-    pieces_of = shard_route.pieces_of
-
-    def planted(sends, num):
-        changed = []
-        for reads in sends:
-            reads = list(reads)
-            sizes = {}
-            for i, read in enumerate(reads):
-                if read.nbytes > 256 and (j := sizes.get(read.nbytes)) is not None:
-                    one, other = reads[i], reads[j]
-                    reads[i] = replace(other, start=one.start)
-                    reads[j] = replace(one, start=other.start)
-                    break
-                sizes[read.nbytes] = i
-            changed.append(tuple(reads))
-        return pieces_of(tuple(changed), num)
-
-    return mock.patch.object(shard_route, "pieces_of", planted)
+    return mock.patch.object(Sender, "pack", planted)
 
 
-def of_another_shard():
-    """Exchange: what is sent begins a word later in the shard."""
-    plan = exchange_plan.plan_sends
+def sent_changed(change):
+    """Exchange: a trainer rank packs other bytes than the engine ranks have listed."""
+    plan = SendPlan.of.__func__
 
-    def planted(*args):
-        return tuple(
-            tuple(
-                replace(read, offset=read.offset - 4 if read.offset >= 4 else read.offset)
-                for read in reads
-            )
-            for reads in plan(*args)
-        )
+    def planted(cls, traced, readers, *places):
+        changed = [
+            [replace(part, reads=tuple(change(list(part.reads)))) for part in parts]
+            for parts in readers
+        ]
+        return plan(cls, traced, changed, *places)
 
-    return mock.patch.object(shard_route, "plan_sends", planted)
+    return mock.patch.object(SendPlan, "of", classmethod(planted))
+
+
+def packed_in_other_order(reads):
+    sizes = {}
+    for i, read in enumerate(reads):
+        if read.nbytes > 256 and (j := sizes.get(read.nbytes)) is not None:
+            one, other = reads[i], reads[j]
+            reads[i] = replace(other, start=one.start)
+            reads[j] = replace(one, start=other.start)
+            break
+        sizes[read.nbytes] = i
+    return reads
+
+
+def of_another_place(reads):
+    """What is sent begins a word later in the shard."""
+    return [
+        replace(read, offset=read.offset - 4 if read.offset >= 4 else read.offset) for read in reads
+    ]
 
 
 FAULTS = {
@@ -192,15 +233,19 @@ FAULTS = {
         "a wrong offset": partial(pieces_changed, shifted),
         "another rank's memory": other_ranks,
         "blocks swapped": swapped_blocks,
-        "tensors swapped before they are found": other_strides,
-        "a copy left out": a_copy_is_left_out,
+        "tensors swapped before they are found": other_origins,
+        "a wrong base": bases_changed,
+        "a copy left out": partial(table_changed, left_out),
+        "a copy cut short": partial(table_changed, of_half_the_length),
     },
     "exchange": {
-        "received pieces swapped": received_elsewhere,
+        "received bytes read elsewhere": partial(rounds_changed, read_early),
+        "a received copy left out": partial(rounds_changed, largest_left_out),
         "bytes packed wrongly": packed_wrongly,
-        "reads packed in another order": sent_in_other_order,
-        "bytes of another place in the shard": of_another_shard,
-        "a copy left out": a_copy_is_left_out,
+        "reads packed in another order": partial(sent_changed, packed_in_other_order),
+        "bytes of another place in the shard": partial(sent_changed, of_another_place),
+        "two tensors swapped": partial(pieces_changed, swapped),
+        "a copy left out": partial(table_changed, left_out),
     },
 }
 CASES = [(route, fault) for route, faults in FAULTS.items() for fault in faults]

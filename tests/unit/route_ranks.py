@@ -22,7 +22,7 @@ from verl_sglang_sync.routes.route import Recovery
 CPU = torch.device("cpu")
 TP = 2
 BUCKET_BYTES = 20 << 10
-PIECE_BYTES = 2 << 10
+ROUND_BYTES = 4 << 10
 _SIZES = {
     "vocab_size": 83,  # 4 ranks have 21, 21, 21, 20 rows
     "hidden_size": 24,
@@ -242,7 +242,7 @@ class Rank:
     """One rank of a trainer that syncs one model to real sessions of engines with `TP` ranks.
 
     Args:
-        route: "pull" or "exchange", the one that is not switched off.
+        route: "pull" or "exchange", the wire that is not switched off, or "both".
         kind: of the model.
         strategy: "fsdp2", or "fsdp1".
         is_shared: the parameters are in memory that engines can map.
@@ -267,16 +267,15 @@ class Rank:
             ranks,
             bucket_bytes=BUCKET_BYTES,
             prove_every_n_syncs=prove,
-            routes=[route],
+            routes=["pull", "exchange"] if route == "both" else [route],
             manifest_check="off",
             free_cache_engine=False,
             **keys,
         )
-        pull, exchange = self.weight_sync._routes
-        exchange._piece_nbytes = PIECE_BYTES
-        self.route = pull if route == "pull" else exchange
+        self.route = self.weight_sync._route
+        self.route._round_bytes = ROUND_BYTES
         self.seen, self._kept, self._num_handles = Seen(), [], 0
-        record, recover = pull._record, self.route.recover
+        record, recover = self.route._record, self.route.recover
 
         def recorded(handle):
             self._num_handles += 1
@@ -286,7 +285,7 @@ class Rank:
             self.seen.recoveries.append(recover(cause, weights).name)
             return Recovery[self.seen.recoveries[-1]]
 
-        pull._record, self.route.recover = recorded, recovered
+        self.route._record, self.route.recover = recorded, recovered
 
     def sync(self):
         report = None
@@ -301,7 +300,7 @@ class Rank:
                 self.seen.errors.append("interrupted")
         seen = self.seen
         seen.num_handles.append(self._num_handles)
-        seen.keeps = self.weight_sync._routes[0]._locations is not None
+        seen.keeps = self.route._locations is not None
         seen.state, seen.off = self.route.state.name, self.route.reason
         if report is not None:
             counts = {"pull": report.num_pulled, "exchange": report.num_exchanged}

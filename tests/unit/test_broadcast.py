@@ -83,13 +83,16 @@ def test_on_a_gpu_only_events_show_arrival(work, monkeypatch, arrives):
         started.wait(1, "it")
 
 
-TWO, PIECES = SimpleNamespace(size=lambda: 2), wire.encode_pieces([wire.BucketPiece(0, 0, 0, 8)])
+TWO = SimpleNamespace(size=lambda: 2)
 EIGHT_BYTES = BucketLayout.pack([("t", (8,), torch.int8)])
 
 
 def bucket(index, **changes):
-    fields = {"index": index, "buffers": [], "pieces": PIECES, "layout": b""}
-    return wire.LoadBucket(**{**fields, "read_only": False, "arranged": False, **changes})
+    return wire.LoadBucket(**{"index": index, "buffers": [], "slot": 0, "layout": b"", **changes})
+
+
+def round_of(index, receives):
+    return wire.LoadRound(index=index, buffers=[], slot=0, receives=receives)
 
 
 @pytest.fixture
@@ -106,7 +109,7 @@ def begin(receiver, num_buckets):
 def test_a_receiver_still_waits_after_its_session_failed(work, receiver):
     """Else the group would be destroyed instead of aborted, and that waits for the broadcast."""
     begin(receiver, 1)
-    with pytest.raises(BroadcastError, match="bucket 0 did not arrive: nothing within"):
+    with pytest.raises(BroadcastError, match="load 0 did not arrive: nothing within"):
         while not receiver.has_arrived():
             pass
     unsafe = receiver._buffers[0]
@@ -140,33 +143,34 @@ def test_buffers_live_as_long_as_the_group(work, receiver):
     assert not any(end.alive for end in ends)
 
 
-def test_a_bucket_without_reads_has_no_pieces(receiver, monkeypatch):
+def test_a_round_of_other_engines_brings_nothing(receiver, monkeypatch):
     receiver.begin_session(GROUP, TWO, CPU, 1)
     sizes = []
     monkeypatch.setattr(group_receiver, "all_to_all", lambda *args: sizes.append(args[3]))
-    empty = bucket(0, pieces=wire.encode_pieces([]), receives=[[0, 0]], arranged=True)
-    receiver.begin_bucket(empty, EIGHT_BYTES)
+    empty = round_of(0, [0, 0])
+    receiver.begin_round(empty)
     assert sizes == [[0, 0]] and receiver.has_arrived()
-    with pytest.raises(ValueError, match="in no piece"):
-        receiver.source(empty, 256).packed(EIGHT_BYTES)
+    assert receiver.buffer(empty).numel() == 0
 
 
 MAPPED = wire.SharedBuffer(slot=0, name="b", handle=None, keep=False)
 
 
 @pytest.mark.parametrize(
-    ("senders", "changes", "problem"),
+    ("senders", "receives", "problem"),
     [
-        (None, {"buffers": [MAPPED]}, "is neither broadcast whole nor sent"),
-        (None, {"arranged": True}, "is neither broadcast whole nor sent"),
-        (None, {"receives": [[8, 0]]}, "of 2 ranks, this engine is in none"),
-        (TWO, {"receives": [[8, 0, 0]]}, "of 3 ranks, .*in one of 2"),
+        (None, None, "is not broadcast"),
+        (None, [8, 0], "of 2 ranks, this engine is in none"),
+        (TWO, [8, 0, 0], "of 3 ranks, .*in one of 2"),
     ],
 )
-def test_bytes_of_another_transport_are_not_received(receiver, senders, changes, problem):
+def test_what_the_group_sends_not_is_refused(receiver, senders, receives, problem):
     receiver.begin_session(GROUP, senders, CPU, 1)
-    with pytest.raises(SessionError, match=f"bucket 2 .*{problem}"):
-        receiver.begin_bucket(bucket(2, **changes), EIGHT_BYTES)
+    with pytest.raises(SessionError, match=f"load 2 .*{problem}"):
+        if receives is None:
+            receiver.begin_bucket(bucket(2, buffers=[MAPPED]), EIGHT_BYTES)
+        else:
+            receiver.begin_round(round_of(2, receives))
     assert not receiver._incoming
 
 

@@ -1,17 +1,11 @@
 """Where a message says that a bucket's bytes are: what is mapped, and what is refused."""
 
-import weakref
-
 import pytest
 import torch
 
+from sglang_loader.common.bucket_source import BucketMap, BucketPiece, BucketSource
 from sglang_loader.common.layout import BucketLayout
-from sglang_loader.common.session.messages import (
-    BucketPiece,
-    LoadBucket,
-    SessionError,
-    encode_pieces,
-)
+from sglang_loader.common.session.messages import SessionError
 from sglang_loader.session.mapped_memory import SourceCache
 
 LAYOUT = BucketLayout.pack([("t", (4, 8), torch.uint8)])
@@ -19,22 +13,10 @@ BUFFERS = {slot: torch.arange(64, dtype=torch.uint8) + 100 * slot for slot in ra
 ROWS = ((4, 4), (2, 16), (4, 1))
 """Of a row-parallel weight of [4, 8] bytes: two shards of 16 bytes."""
 SHARDS = ((0, 16, 16), (1, 32, 16))
-PIECES = [BucketPiece(3, 0, 0, 16), BucketPiece(1, 8, 16, 8)]
 
 
-def message(pieces):
-    return LoadBucket(
-        index=3,
-        layout=b"layout",
-        pieces=encode_pieces(pieces),
-        buffers=[],
-        read_only=True,
-        arranged=False,
-    )
-
-
-def source_of(*pieces):
-    return SourceCache().of(message(pieces), BUFFERS, LAYOUT.nbytes)
+def source_of(piece):
+    return BucketSource(BucketMap([piece]), BUFFERS)
 
 
 @pytest.mark.parametrize(
@@ -52,69 +34,44 @@ def test_a_piece_may_be_spread(piece, left, right):
 
 
 @pytest.mark.parametrize(
-    ("piece", "reason"),
+    "piece",
     [
-        (BucketPiece(2, 0, 0, 32), "slot 2: not mapped"),
-        (BucketPiece(0, 40, 0, 32), "leaves its memory"),
-        (BucketPiece(0, 0, LAYOUT.nbytes, 32), "leaves the bucket's"),
-        (BucketPiece(0, 0, 0, 32, ROWS, ((0, 16, 16), (2, 0, 16))), "slot 2: not mapped"),
-        (
-            BucketPiece(0, 0, 0, 32, ROWS, ((0, 16, 16), (1, 56, 16))),
-            "needs 72 bytes of slot 1, whose buffer has 64",
-        ),
-        (BucketPiece(0, 0, 0, 32, ROWS, SHARDS[:1]), "leaves its memory"),
-        (BucketPiece(0, 1, 0, 32, ROWS, SHARDS), "leaves its memory"),
-        (BucketPiece(0, 0, 0, 16, ROWS, SHARDS), "leaves its memory"),
-        (BucketPiece(0, 33, 0, 32, ROWS), "leaves its memory"),
+        BucketPiece(0, 0, 0, 32, ROWS, SHARDS[:1]),
+        BucketPiece(0, 1, 0, 32, ROWS, SHARDS),
+        BucketPiece(0, 0, 0, 16, ROWS, SHARDS),
     ],
 )
-def test_bytes_outside_of_what_is_mapped_are_refused(piece, reason):
-    with pytest.raises(SessionError, match=reason):
+def test_a_piece_outside_of_its_shards_is_refused(piece):
+    with pytest.raises(ValueError, match="leaves its memory"):
         source_of(piece)
 
 
-def memory_in_slots(*sizes):
-    """In slots 1 and 3."""
-    memories = (torch.zeros(size, dtype=torch.uint8) for size in sizes)
-    return dict(zip((1, 3), memories, strict=True))
+@pytest.mark.parametrize(
+    ("piece", "needs"),
+    [
+        (BucketPiece(0, 40, 0, 32), {0: 72}),
+        (BucketPiece(0, 33, 0, 32, ROWS), {0: 65}),
+        (BucketPiece(0, 0, 0, 32, ROWS, ((0, 16, 16), (1, 56, 16))), {0: 32, 1: 72}),
+    ],
+)
+def test_a_map_names_the_size_of_each_memory(piece, needs):
+    assert BucketMap([piece]).needs == needs
 
 
 def test_a_bucket_in_other_memory_reuses_its_map():
-    sources, here, there = SourceCache(), memory_in_slots(16, 16), memory_in_slots(16, 16)
-    first = sources.of(message(PIECES), here, 24)
-    assert sources.of(message(PIECES), here, 24) is first
+    sources = SourceCache()
+    here, there = (torch.zeros(24, dtype=torch.uint8) for _ in range(2))
+    first = sources.of(3, here, 24)
+    assert sources.of(3, here, 24) is first
     sources.clear()
-    second = sources.of(message(PIECES), there, 24)
+    second = sources.of(3, there, 24)
     assert second is not first
     assert second.map is first.map
-    assert all(second.memories[slot] is there[slot] for slot in (1, 3))
+    assert second.memories[0] is there
 
 
-def test_other_pieces_have_another_map():
-    sources, slots = SourceCache(), memory_in_slots(16, 16)
-    first = sources.of(message(PIECES), slots, 24)
-    others = message([PIECES[0], BucketPiece(1, 0, 16, 8)])
-    assert sources.of(others, slots, 24).map is not first.map
-
-
-def test_only_two_maps_of_a_bucket_are_kept():
-    sources, slots = SourceCache(), memory_in_slots(16, 16)
-    ways = [message([PIECES[0], BucketPiece(1, offset, 16, 8)]) for offset in range(3)]
-    exported, pulled = (sources.of(way, slots, 24).map for way in ways[:2])
-    assert sources.of(ways[0], slots, 24).map is exported
-    assert sources.of(ways[1], slots, 24).map is pulled
-    exported = weakref.ref(exported)
-    sources.of(ways[2], slots, 24)
-    assert exported() is None
-    assert sources.of(ways[1], slots, 24).map is pulled
-
-
-def test_a_known_map_of_smaller_memory_is_refused():
-    sources = SourceCache()
-    sources.of(message(PIECES), memory_in_slots(16, 16), 24)
-    with pytest.raises(SessionError, match="leaves its memory"):
-        sources.of(message(PIECES), memory_in_slots(16, 15), 24)
-    with pytest.raises(SessionError, match="slot 1: not mapped"):
-        sources.of(message(PIECES), {3: torch.zeros(16, dtype=torch.uint8)}, 24)
-    with pytest.raises(SessionError, match="leaves the bucket's 16 bytes"):
-        sources.of(message(PIECES), memory_in_slots(16, 16), 16)
+def test_a_bucket_of_another_size_has_another_map():
+    sources, memory = SourceCache(), torch.zeros(24, dtype=torch.uint8)
+    assert sources.of(3, memory, 24).map is not sources.of(3, memory, 16).map
+    with pytest.raises(SessionError, match="it has 25 bytes, the buffer 24"):
+        sources.of(3, memory, 25)

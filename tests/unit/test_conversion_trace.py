@@ -18,7 +18,7 @@ from verl_sglang_sync.sources.export_trace import (
     TracedParameter,
     TracedTensor,
 )
-from verl_sglang_sync.sources.shard_reads import Origin, Owners
+from verl_sglang_sync.sources.owners import Origin, Owners
 from verl_sglang_sync.sources.source_map import TraceSummary, merge_traces
 from verl_sglang_sync.verl.exports import bridge_sources
 

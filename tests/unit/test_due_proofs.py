@@ -8,30 +8,25 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sglang_loader.common.ranks import Reason
 from sglang_loader.common.session.messages import PeerLost
 from sglang_loader.load_plan.executor import PlanExecutor
-from support.settings import settings_of
 from unit.route_ranks import Rank
 from unit.serving_engine import ByName, ServingEngine, colocated, synced
-from verl_sglang_sync.engine.arrangements import EngineArrangements
 from verl_sglang_sync.engine.engine_ranks import EngineRank
+from verl_sglang_sync.engine.readers import EngineReader
 from verl_sglang_sync.engine.server_client.errors import ReplyLost, ServerUnreachable
 from verl_sglang_sync.engine.session import EngineCannotMap, TrainerSession
-from verl_sglang_sync.ranks import TrainerRanks
-from verl_sglang_sync.routes.pull.route import Pull, PulledBuckets
-from verl_sglang_sync.routes.pull_and_send import PullAndSend
-from verl_sglang_sync.routes.route import RouteContext, RouteState
 from verl_sglang_sync.routes.staging_ring import StagingRing
+from verl_sglang_sync.routes.table.route import TableSource
 
-DELIVER = "verl_sglang_sync.routes.pull.route.PulledBuckets.deliver"
+SEND = "verl_sglang_sync.routes.table.route.TableSource.send"
 
 
 class DueRank(Rank):
     """A rank that notes which commits let requests run, and fails once where told."""
 
-    def sync_failing_once(self, kind, method):
-        """A sync in which rank 1 lacks memory once, in a method of a class."""
+    def sync_failing_once(self, kind, method, error=None):
+        """A sync in which rank 1 fails once, in a method of a class, for lack of memory or so."""
         original, self.is_last = getattr(kind, method), []
         commit, has_failed = TrainerSession.commit, dist.get_rank() != 1
 
@@ -39,7 +34,7 @@ class DueRank(Rank):
             nonlocal has_failed
             if not has_failed:
                 has_failed = True
-                raise torch.OutOfMemoryError("no room")
+                raise error or torch.OutOfMemoryError("no room")
             return original(*arguments)
 
         def noted(session, watch, *, is_last):
@@ -54,12 +49,16 @@ class DueRank(Rank):
         self.seen.off = str(self.is_last)
 
 
-def _play(options, *steps):
-    rank = DueRank("pull", "moe", **options)
+def _play(options, *steps, wires="pull"):
+    rank = DueRank(wires, "moe", **options)
     for step in steps:
         name, *arguments = (step,) if isinstance(step, str) else step
         getattr(rank, name)(*arguments)
     return asdict(rank.seen)
+
+
+def _play_both(options, *steps):
+    return _play(options, *steps, wires="both")
 
 
 def test_a_proof_without_memory_is_not_reported(pool):
@@ -76,14 +75,14 @@ def test_requests_run_after_a_proof_that_failed(pool):
 
 
 def test_no_request_runs_before_the_last_proof(pool):
-    fails = "sync_failing_once", PulledBuckets, "deliver"
+    fails = "sync_failing_once", TableSource, "send"
     for seen in pool.run(_play, {"prove": 1}, fails):
         assert seen["off"] == "[False, False, True]"
         assert seen["proven"] == [True]
 
 
 def test_a_sync_counts_its_last_export(pool):
-    fails = "sync_failing_once", PulledBuckets, "deliver"
+    fails = "sync_failing_once", TableSource, "send"
     once = pool.run(_play, {}, "sync")
     for seen, other in zip(pool.run(_play, {}, fails), once, strict=True):
         for count in ("num_tensors", "num_buckets", "payload_bytes"):
@@ -132,44 +131,29 @@ def test_a_refuted_plan_is_not_used_again(monkeypatch):
     "error", [PeerLost("silent"), ReplyLost("lost"), ServerUnreachable("refused")], ids=repr
 )
 def test_an_error_naming_its_rank_keeps_its_kind(error):
-    engine = EngineRank("http://h:1, TP rank 0", Mock(), Mock(), EngineArrangements(is_wanted=True))
+    engine = EngineRank("http://h:1, TP rank 0", Mock(), Mock(), EngineReader())
     text = f"http://h:1, TP rank 0: .*{error.args[0]}"
     with pytest.raises(type(error), match=text), engine.naming_errors():
         raise error
 
 
-def learnt():
-    """A route for near and far engines that has learnt, and its route for the near ones."""
-    settings = settings_of("compiled").for_session()
-    context = RouteContext(TrainerRanks(), torch.device("cpu"), settings, tuple, 1)
-    pull = Pull(context, print)
-    route = PullAndSend(context, pull, list)
-    route.state = pull.state = RouteState.LEARNT
-    return route, pull
-
-
-def test_near_engines_count_their_syncs_too():
-    route, pull = learnt()
-    route.note_proven()
-    route.note_used()
-    assert pull._num_syncs == 1, "else each sync counts as the first after a proof"
-
-
 def test_memory_unmappable_in_a_proof_is_final(pool):
-    fails = "sync_failing", 1, DELIVER, EngineCannotMap("no access")
+    fails = "sync_failing", 1, SEND, EngineCannotMap("no access")
     for seen in pool.run(_play, {}, fails, "sync", "sync"):
         assert seen["errors"] == [] and seen["routes"] == ["export"] * 3
         assert seen["state"] == "OFF" and "no access" in seen["off"]
 
 
 def test_no_export_follows_a_proof_without_engine(pool):
-    fails = "sync_failing", 1, DELIVER, PeerLost("the engine is gone")
+    fails = "sync_failing", 1, SEND, PeerLost("the engine is gone")
     for seen in pool.run(_play, {}, fails):
         assert seen["routes"] == [] and len(seen["errors"]) == 1
         assert "the engine is gone" in seen["errors"][0]
 
 
-def test_engines_that_cannot_map_are_sent_to():
-    route, pull = learnt()
-    route.refuse_unproven(Reason("no access", is_final=False), cannot_map=True)
-    assert (route.state, pull.state) == (RouteState.UNTRIED, RouteState.OFF)
+def test_what_the_proof_cannot_map_is_sent(pool):
+    fails = "sync_failing_once", TableSource, "send", EngineCannotMap("no access")
+    for seen in pool.run(_play_both, {}, fails, *["step", "sync"] * 2):
+        assert seen["errors"] == [] and not any(seen["wrong"])
+        assert seen["routes"] == ["export", "exchange", "exchange"]
+        assert seen["state"] == "PROVEN"

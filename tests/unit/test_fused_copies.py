@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from sglang_loader.common.copies import fused as fused_copies
 from sglang_loader.common.copies.fused import FusedCopies
 from sglang_loader.common.copies.kernel import TILE_WORDS, tables_of
-from sglang_loader.common.copies.strided import gather_reads
-from sglang_loader.common.regions.arrangement import Read, arranged_nbytes
+from sglang_loader.common.regions.read import Read
 from support.remote import run_interpreted
 from unit.strided_moves import strided_sets
 
@@ -21,7 +20,7 @@ FILL = 0x5A
 
 
 def laid_out(sizes):
-    """Reads `(tensor, offset, dims, run)` one after the other, 16 bytes between them."""
+    """Reads `(memory, offset, dims, run)` one after the other, 16 bytes between them."""
     reads = []
     stop = 0
     for tensor, offset, dims, run in sizes:
@@ -31,9 +30,17 @@ def laid_out(sizes):
 
 
 def check_gathered(copies, reads, tensors, device=CPU):
-    """The target holds what the reference gathers, and what lies between is untouched."""
-    expected = gather_reads(reads, [tensor.cpu() for tensor in tensors], CPU)
-    flat = torch.full((arranged_nbytes(reads),), FILL, dtype=torch.uint8, device=device)
+    """The target holds what torch gathers, and what lies between is untouched."""
+    nbytes = max((read.start + read.nbytes for read in reads), default=0)
+    expected = torch.zeros(nbytes, dtype=torch.uint8)
+    for read in reads:
+        if read.nbytes:
+            data = tensors[read.memory].cpu().reshape(-1).view(torch.uint8)
+            sizes = [*(count for count, _ in read.dims), read.run]
+            strides = [*(stride for _, stride in read.dims), 1]
+            part = data.as_strided(sizes, strides, int(data.storage_offset()) + read.offset)
+            expected[read.start : read.start + read.nbytes] = part.reshape(-1)
+    flat = torch.full((nbytes,), FILL, dtype=torch.uint8, device=device)
     memories = [tensor.view(-1).view(torch.uint8) for tensor in tensors]
     for launch in copies.between(memories, [flat], device):
         launch()
@@ -45,11 +52,11 @@ def check_gathered(copies, reads, tensors, device=CPU):
 
 
 def copies_of(reads):
-    return FusedCopies([(read.as_copy(), read.tensor) for read in reads])
+    return FusedCopies([(read.as_copy(), read.memory) for read in reads])
 
 
 @st.composite
-def arrangements(draw):
+def sets_of_reads(draw):
     sizes = draw(st.lists(st.integers(1, 96), min_size=1, max_size=5))
     word = draw(st.sampled_from([1, 2, 8]))
     reads = []
@@ -60,7 +67,7 @@ def arrangements(draw):
     return laid_out(reads), [torch.randn(size, 2, generator=generator) for size in sizes]
 
 
-@given(arrangements())
+@given(sets_of_reads())
 @settings(max_examples=200, deadline=None)
 def test_torch_copies_what_the_reference_gathers(case):
     reads, tensors = case
@@ -77,7 +84,7 @@ def move_words(tiles, rows):
             ctypes.memmove(to, at, run * 8)
 
 
-@given(arrangements())
+@given(sets_of_reads())
 @settings(max_examples=200, deadline=None)
 def test_the_kernel_moves_words_of_any_location(case):
     reads, tensors = case

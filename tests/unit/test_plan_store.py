@@ -1,7 +1,6 @@
 """One model's syncs: recorded, replayed, and eager again wherever the plan does not hold."""
 
 import logging
-from dataclasses import replace
 from itertools import pairwise
 from unittest import mock
 
@@ -10,13 +9,11 @@ import torch
 from torch import nn
 
 from sglang_loader.common.bucket_source import BucketSource
-from sglang_loader.common.layout import BucketLayout, decode_arrangements, digest_of, encode_layout
-from sglang_loader.common.regions.arrangement import arranged_nbytes
+from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.session.messages import SessionError
-from sglang_loader.load_plan.arrange import ALL_WHOLE, arrange
+from sglang_loader.load_plan.rounds import CUT_BYTES
 from sglang_loader.session.model_loader import MAX_RECORDINGS, MAX_SYNCS_APART, loader_of
-from sglang_loader.session.serve import common_arrangements
-from support.plan_check import gather
+from support.scattered import Scattered
 
 CONTEXT = {"tp_rank": 0, "expert_map": bytes(4)}
 NAMES = ("a", "b", "c", "d")
@@ -252,10 +249,12 @@ def test_an_eager_sync_keeps_the_plan():
     check_loaded(model, 3.0)
 
 
-# Buckets that come arranged: a rank of two reads half of every tensor.
+# A sync from the trainer ranks' shards: an engine rank of two reads half of every tensor.
 
 WIDTH = 256
 LAYOUTS = layouts_of(width=WIDTH)
+ROUND_BYTES = 512
+MAPPED = {"all mapped": 2, "one rank sends": 1, "both ranks send": 0}
 
 
 class Half(Model):
@@ -271,28 +270,6 @@ class Half(Model):
         super().load_weights((name, tensor[: WIDTH // 2]) for name, tensor in weights)
 
 
-def arrangements_of(loader):
-    """What a trainer learns from the offer."""
-    layouts = {digest_of(encode_layout(layout)): layout for layout in LAYOUTS}
-    arranged = loader.arrange()
-    assert arranged.digest == digest_of(arranged.encoded)
-    buckets = decode_arrangements(arranged.encoded, layouts)
-    assert [digest for digest, _ in buckets] == list(layouts)
-    return [arrangement for _, arrangement in buckets]
-
-
-def sync_halves(loader, value, *, is_eager=False):
-    return sync(loader, value, layouts=LAYOUTS, is_eager=is_eager)
-
-
-def sync_arranged(loader, value):
-    loader.start(CONTEXT)
-    for index, layout in enumerate(LAYOUTS):
-        gathered = gather(arrangements_of(loader)[index], layout, bucket_of(layout, value))
-        assert loader.load(index, layout, BucketSource.flat(gathered), arranged=True)
-    return loader.finish()
-
-
 @pytest.fixture
 def model():
     return Half()
@@ -302,120 +279,107 @@ def model():
 def loader(model):
     """Of the model, which was synced once, and has a plan."""
     made = loader_of(model)
-    sync_halves(made, 1.0)
+    sync(made, 1.0, layouts=LAYOUTS)
     return made
 
 
-def test_an_arranged_sync_is_the_same_sync():
-    model = Half()
-    loader = loader_of(model)
-    loader.start(CONTEXT)
-    assert loader.plan is None
-    assert loader.arranged is loader.arrange() is ALL_WHOLE
-    sync_halves(loader, 1.0)
-    assert [arranged_nbytes(a) for a in arrangements_of(loader)] == [1024, 1024]
+def by_table(loader, value, num_mapped, *, layouts=LAYOUTS, num_rounds=None, **options):
+    """A sync from the shards of two trainer ranks; the first ones are mapped."""
+    scattered = Scattered(layouts, num_ranks=2, seed=3)
+    buffers = [bucket_of(layout, value) for layout in layouts]
+    shards = scattered.shards(buffers, num_mapped=num_mapped)
+    loader.start(CONTEXT, **options)
+    rounds = loader.plan_table(shards, 2, ROUND_BYTES)
+    assert bool(rounds) == (num_mapped < 2)
+    loader.load_shards(shards)
+    for each in rounds[:num_rounds]:
+        assert loader.load_round(scattered.sent(each.sent))
+    return loader.finish()
+
+
+@pytest.mark.parametrize("num_mapped", MAPPED.values(), ids=MAPPED)
+def test_a_sync_from_shards_is_the_same_sync(model, loader, num_mapped):
     calls = model.calls
-    for value, sync_by in ((2.0, sync_arranged), (3.0, sync_halves), (4.0, sync_arranged)):
-        outcome = sync_by(loader, value)
+    for value in (2.0, 3.0):
+        outcome = by_table(loader, value, num_mapped)
         assert (outcome.num_replayed, outcome.num_eager) == (2, 0)
         check_loaded(model, value)
+        assert sync(loader, -value, layouts=LAYOUTS).num_replayed == 2
+        check_loaded(model, -value)
     assert model.calls == calls
 
 
-def test_arrangements_need_a_request_and_a_plan(loader):
+def test_rounds_bring_only_what_is_read(loader):
+    scattered = Scattered(LAYOUTS, num_ranks=2, seed=3)
+    shards = scattered.shards([bucket_of(layout, 1.0) for layout in LAYOUTS], num_mapped=0)
     loader.start(CONTEXT)
-    assert loader.arranged is ALL_WHOLE
-    first, arranged = loader.plan, loader.arrange()
-    assert loader.arranged is arranged is not ALL_WHOLE
-    loader.start(CONTEXT, is_eager=True)
-    assert loader.arranged is ALL_WHOLE
-    assert sync_halves(loader, 2.0, is_eager=True).num_eager == 2
-    assert loader.plan is first
-    loader.start(CONTEXT)
-    assert loader.arranged is arranged
+    rounds = loader.plan_table(shards, 2, ROUND_BYTES)
+    num_sent = sum(nbytes for each in rounds for nbytes in each.sent.payloads)
+    assert num_sent == 4 * WIDTH // 2 * 4, "half of four tensors"
+    assert len(rounds) == num_sent / ROUND_BYTES
+    assert all(each.nbytes <= ROUND_BYTES + CUT_BYTES for each in rounds)
 
 
-def test_whole_buckets_replace_arranged_ones_that_differ(loader, caplog, monkeypatch):
-    def misplaced(plan):
-        arranged = arrange(plan)
-        *others, last = arranged.plan.copies
-        copies = *(replace(copy, src=copy.src + 8) for copy in others), last
-        return arranged._replace(plan=replace(arranged.plan, copies=copies))
-
-    monkeypatch.setattr("sglang_loader.load_plan.arrange.arrange", misplaced)
-    assert loader.arrange() is ALL_WHOLE
-    assert "will be sent: bucket 1: what it reads gives other data" in caplog.text
-
-
-def test_what_cannot_be_proved_now_is_asked_again(loader, caplog, monkeypatch):
-    with monkeypatch.context() as patch:
-        for_lack = mock.Mock(side_effect=torch.OutOfMemoryError("no memory"))
-        patch.setattr("sglang_loader.session.model_loader.arrangement_difference", for_lack)
-        assert loader.arrange() is ALL_WHOLE
-    assert "the check failed: OutOfMemoryError('no memory')" in caplog.text
-    assert loader.arrange() is not ALL_WHOLE
-
-
-def test_an_arranged_bucket_is_never_loaded_otherwise():
-    model = Half()
+def test_without_a_plan_mapped_shards_are_loaded_eagerly(model):
     loader = loader_of(model)
-
-    def check_refused(reason, index, layout, *, error=SessionError, nbytes=1024):
-        calls, source = model.calls, BucketSource.flat(torch.zeros(nbytes, dtype=torch.uint8))
-        with pytest.raises(error, match=reason):
-            loader.load(index, layout, source, arranged=True)
-        assert model.calls == calls
-
-    loader.start(CONTEXT)
-    check_refused("no arrangement of this bucket", 0, LAYOUTS[0])
-    sync_halves(loader, 1.0)
-    loader.start(CONTEXT, is_eager=True)
-    check_refused("no arrangement of this bucket", 0, LAYOUTS[0])
-    for index, layout, reason in (
-        (0, LAYOUTS[1], "bucket 0 has another layout"),
-        (2, LAYOUTS[1], "the plan has 2 buckets"),
-    ):
-        sync_halves(loader, 2.0)
-        sync_halves(loader, 2.0)
-        loader.arrange()
-        loader.start(CONTEXT)
-        check_refused(reason, index, layout)
-        assert loader.plan is None
-        check_refused(reason, 1, LAYOUTS[1])
-    sync_halves(loader, 3.0)
-    loader.arrange()
-    loader.start(CONTEXT)
-    check_refused("in no piece", 0, LAYOUTS[0], error=ValueError, nbytes=1023)
-    assert sync_halves(loader, 5.0).num_replayed == 2
-    check_loaded(model, 5.0)
-
-
-@pytest.mark.parametrize("second", ["as planned", "another layout"])
-def test_whole_buckets_may_follow_arranged_ones(model, loader, second):
-    arrangement = arrangements_of(loader)[0]
-    layout = LAYOUTS[1]
-    if second == "another layout":
-        (layout,) = layouts_of("dc", WIDTH)
-    loader.start(CONTEXT)
-    first = gather(arrangement, LAYOUTS[0], bucket_of(LAYOUTS[0], 2.0))
-    assert loader.load(0, LAYOUTS[0], BucketSource.flat(first), arranged=True)
-    whole = BucketSource.flat(bucket_of(layout, 2.0))
-    replayed = loader.load(1, layout, whole)
-    assert replayed == (second == "as planned")
-    outcome = loader.finish()
-    assert (outcome.num_replayed, outcome.num_eager) == ((2, 0) if replayed else (1, 1))
+    assert by_table(loader, 1.0, 2).num_eager == 2
+    check_loaded(model, 1.0)
+    assert by_table(loader, 2.0, 2).num_replayed == 2
     check_loaded(model, 2.0)
+    assert by_table(loader, 3.0, 2, is_eager=True).num_eager == 2
+    check_loaded(model, 3.0)
 
 
-def test_two_models_with_plans_get_whole_buckets():
-    """Speculative decoding: every bucket is loaded into the draft and into the target."""
-    target, draft, same = Half(), Model(), Half()
-    loaders = [loader_of(model) for model in (target, draft, same)]
-    sync_halves(loaders[0], 1.0)
-    sync(loaders[1], 1.0)
-    sync_halves(loaders[2], 1.0)
-    first, other, twin = (loader.arrange() for loader in loaders)
-    assert other is ALL_WHOLE
-    assert common_arrangements([first]) is first
-    assert common_arrangements([first, other]) is common_arrangements([other, first]) is ALL_WHOLE
-    assert common_arrangements([first, twin]) is first, "one arrangement serves both"
+NO_PLAN = {
+    "there is none": ({"uses_plan": False}, LAYOUTS, "without a load plan"),
+    "the sync is eager": ({"is_eager": True}, LAYOUTS, "it has none"),
+    "fewer buckets": ({}, LAYOUTS[:1], "the plan has 2 buckets, the sync 1"),
+    "another layout": ({}, LAYOUTS[::-1], "bucket 0 has another layout"),
+}
+
+
+@pytest.mark.parametrize(("options", "layouts", "reason"), NO_PLAN.values(), ids=NO_PLAN)
+def test_without_a_plan_nothing_is_sent(model, loader, options, layouts, reason):
+    calls = model.calls
+    with pytest.raises(SessionError, match=f"were to be sent for the load plan .*{reason}"):
+        by_table(loader, 2.0, 0, layouts=layouts, **options)
+    assert model.calls == calls
+    check_loaded(model, 1.0)
+    sync(loader, 3.0, layouts=LAYOUTS)
+    assert sync(loader, 4.0, layouts=LAYOUTS).num_replayed == 2
+    check_loaded(model, 4.0)
+
+
+def test_a_sync_that_lacks_a_round_is_refused(loader):
+    with pytest.raises(SessionError, match=r"\d of 4 rounds came"):
+        by_table(loader, 2.0, 0, num_rounds=-1)
+
+
+def test_a_surplus_or_short_round_is_refused(loader):
+    scattered = Scattered(LAYOUTS, num_ranks=2, seed=3)
+    shards = scattered.shards([bucket_of(layout, 1.0) for layout in LAYOUTS], num_mapped=0)
+    loader.start(CONTEXT)
+    rounds = loader.plan_table(shards, 2, ROUND_BYTES)
+    loader.load_shards(shards)
+    with pytest.raises(ValueError, match="the buffer has"):
+        loader.load_round(scattered.sent(rounds[0].sent)[:-1])
+    loader.start(CONTEXT)
+    rounds = loader.plan_table(shards, 2, ROUND_BYTES)
+    loader.load_shards(shards)
+    for each in rounds:
+        loader.load_round(scattered.sent(each.sent))
+    with pytest.raises(ValueError, match="another round came after all 4"):
+        loader.load_round(scattered.sent(rounds[0].sent))
+
+
+def test_a_failed_table_replay_is_repeated_eagerly(model, loader):
+    fails = mock.Mock(side_effect=torch.OutOfMemoryError("no memory"))
+    with mock.patch("sglang_loader.load_plan.executor.TableRun.begin", fails):
+        outcome = by_table(loader, 2.0, 2)
+    assert outcome.num_eager == 2 and "no memory" in outcome.reason
+    check_loaded(model, 2.0)
+    with mock.patch("sglang_loader.load_plan.executor.CopyTable.of", fails):
+        sync(loader, 3.0, layouts=LAYOUTS)
+        outcome = by_table(loader, 4.0, 2)
+    assert outcome.num_replayed == 0 and "no copy table" in outcome.reason
+    check_loaded(model, 4.0)

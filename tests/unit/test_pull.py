@@ -9,20 +9,31 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_loader.common.layout import BucketLayout, BucketTensor
+from sglang_loader.common.bucket_source import BucketPiece
+from sglang_loader.common.layout import BucketLayout, BucketTensor, WireError, encode_layout
 from sglang_loader.common.regions.compose import ByteMap
+from sglang_loader.common.weight_map import (
+    ShardMemory,
+    decode_bases,
+    decode_weight_map,
+    encode_bases,
+    encode_weight_map,
+)
 from sglang_loader.session.mapped_memory import MappedMemory
 from unit import route_ranks
 from unit.route_ranks import TP, Rank
 from verl_sglang_sync.engine.session import EngineCannotMap
-from verl_sglang_sync.routes.pull.located import SpreadRead, bucket_reads
+from verl_sglang_sync.routes.table.weight_map import NO_BYTES, MemoryTable, bases_for, weight_map_of
+from verl_sglang_sync.routes.table.wires import Wires
 from verl_sglang_sync.sources import comparison
+from verl_sglang_sync.sources.bucket_cutter import Bucket
 from verl_sglang_sync.sources.export_trace import (
+    NotTraceable,
     TracedExport,
     TracedParameter,
     TracedTensor,
 )
-from verl_sglang_sync.sources.shard_reads import Origin, Owners, held_by_all, shards_of_rows
+from verl_sglang_sync.sources.owners import Origin, Owners, held_by_all, shards_of_rows
 
 
 class PullRank(Rank):
@@ -37,7 +48,7 @@ class PullRank(Rank):
         """A sync where hosts have these names, with the replica's number in them."""
         with (
             mock.patch("sglang_loader.session.serve.host_id", lambda: name_in(engines)),
-            mock.patch("verl_sglang_sync.routes.pull.route.host_id", lambda: name_in(trainers)),
+            mock.patch("verl_sglang_sync.routes.table.route.host_id", lambda: name_in(trainers)),
         ):
             self.sync()
 
@@ -88,9 +99,9 @@ def test_pulled_weights_equal_the_export(pool, kind, strategy):
 
 PROVE = "verl_sglang_sync.sources.comparison.Comparison.finish"
 COMPARE = "verl_sglang_sync.sources.comparison.memory_of"
-DELIVER = "verl_sglang_sync.routes.pull.route.PulledBuckets.deliver"
-SHARE = "verl_sglang_sync.routes.pull.route.share_block"
-WAIT = "verl_sglang_sync.routes.pull.route.synchronize_device"
+DELIVER = "verl_sglang_sync.routes.table.route.TableSource.send"
+SHARE = "verl_sglang_sync.routes.table.route.share_block"
+WAIT = "verl_sglang_sync.routes.table.route.synchronize_device"
 LOAD = "unit.route_ranks.EngineModel.load_weights"
 CHANGES = {
     "parameters that come back elsewhere are located before each sync": (
@@ -241,9 +252,9 @@ def test_on_fallback_error_names_the_reasons(pool):
         assert "cannot be mapped by other processes" in seen["errors"][0]
 
 
-LOCATE = "verl_sglang_sync.routes.pull.located.pieces_for"
-END = "verl_sglang_sync.routes.pull.route.PulledBuckets.end"
-CHOOSE = "verl_sglang_sync.routes.pull.route.Pull.choose"
+LOCATE = "verl_sglang_sync.routes.table.located.bases_for"
+END = "verl_sglang_sync.routes.table.route.TableSource.end"
+CHOOSE = "verl_sglang_sync.routes.table.route.TableRoute.choose"
 OPEN = "verl_sglang_sync.sync.engines.ColocatedEngine.open"
 ALONE = {
     "no piece is found": (LOCATE, RuntimeError("lost"), 0),
@@ -311,20 +322,38 @@ def _sharded_exports(draw):
     return layout, TracedExport(tuple(parameters), traced), full, exported
 
 
+def one_host(num):
+    """The wires of as many trainer and engine ranks, all on one host."""
+    return Wires(("here",) * num, ("here",) * num, first_reader=0, can_map=True)
+
+
 @given(_sharded_exports(), st.data())
-def test_the_pieces_are_the_bytes_of_the_tensors(case, data):
+def test_shards_of_the_map_are_the_tensors(case, data):
+    """By the trainer's map and bases, and the engine's reading of both."""
     layout, traced, full, exported = case
-    rank = data.draw(st.integers(0, 4))
-    bucket, stop = torch.zeros(layout.nbytes, dtype=torch.uint8), 0
-    for part in bucket_reads(layout, traced):
-        read, owner = part.read, part.owner(rank)
-        assert read.start >= stop and not read.dims, "ascending, and apart"
-        stop = read.start + read.run
-        owners = traced.parameters[read.tensor].owners
-        shard = next(i for i, ranks in enumerate(owners.holders) if owner in ranks)
-        assert owner == rank or rank not in owners.holders[shard]
-        at = owners.starts[shard] + read.offset
-        bucket[read.start : stop] = full[read.tensor][at : at + read.run]
+    tables, blocks = [], []
+    for rank in range(5):  # each rank's shards lie in one block, in any order and apart
+        memory, places = torch.zeros(0, dtype=torch.uint8), {}
+        for number in data.draw(st.permutations(range(len(full)))):
+            owners = traced.parameters[number].owners
+            held = [i for i, ranks in enumerate(owners.holders) if rank in ranks]
+            places[number] = NO_BYTES
+            for shard in held:
+                start, stop = owners.range_of(shard)
+                places[number] = 0, memory.numel() + 3
+                part = torch.full((3,), 255, dtype=torch.uint8), full[number][start:stop]
+                memory = torch.cat((memory, *part))
+        held_blocks = {f"rank {rank}": ()} if memory.numel() else {}
+        blocks += [memory] if memory.numel() else []
+        tables.append(MemoryTable(held_blocks, tuple(places[i] for i in range(len(full)))))
+    encoded = weight_map_of([Bucket.of(layout, is_last=True)], traced)
+    weight_map = decode_weight_map(encoded.data)
+    reader = data.draw(st.integers(0, 4))
+    bases = decode_bases(bases_for(traced, tables, one_host(5), reader).data)
+    source = ShardMemory(weight_map, bases, blocks).source(0)
+    stops = [piece.start + piece.nbytes for piece in source.map.pieces]
+    assert stops == sorted(stops), "ascending, and apart"
+    bucket = source.packed(layout)
     for tensor in layout.tensors:
         found = bucket[tensor.offset : tensor.offset + tensor.nbytes]
         assert torch.equal(found, exported[tensor.name])
@@ -387,12 +416,60 @@ def _own_shards(owners):
     return [i for i in range(len(owners.starts)) if owners.owner_of(i, 0) == 0]
 
 
-def test_a_spread_tensor_is_found_in_its_shards():
+def test_a_tensor_spread_over_shards_is_one_piece():
     """A row-parallel weight of [4, 8] bytes: rank 0 has the left half of each row."""
     traced = TracedExport(
         (TracedParameter("p", Owners((0, 16), ((0,), (1,)), 32)),),
         {"t": TracedTensor(torch.uint8, (4, 8), Origin(0, ByteMap(0, ((4, 4), (2, 16), (4, 1)))))},
     )
     layout = BucketLayout((BucketTensor("t", (4, 8), torch.uint8, 8),), 40)
-    (read,) = bucket_reads(layout, traced)
-    assert read == SpreadRead(8, traced.tensors["t"].origin)
+    encoded = weight_map_of([Bucket.of(layout, is_last=True)], traced)
+    weight_map = decode_weight_map(encoded.data)
+    assert len(weight_map.buckets[0].pieces) == 1
+    left, right = torch.arange(32, dtype=torch.uint8).chunk(2)
+    shards = ShardMemory(weight_map, decode_bases(encode_bases([(0, 0), (1, 0)])), [left, right])
+    expected = torch.cat((left.view(4, 4), right.view(4, 4)), dim=1).flatten()
+    assert torch.equal(shards.source(0).packed(layout)[8:], expected)
+
+
+def test_a_shard_that_a_rank_lacks_is_refused():
+    traced = TracedExport((TracedParameter("p", held_by_all(4, 2)),), {})
+    tables = [MemoryTable({"b": ()}, ((0, 0),)), MemoryTable({}, (NO_BYTES,))]
+    assert bases_for(traced, tables, one_host(2), 0).data == encode_bases([(0, 0)])
+    with pytest.raises(NotTraceable, match="trainer rank 1 holds no bytes of p"):
+        bases_for(traced, tables, one_host(2), 1)
+
+
+BAD_BASES = {
+    "of another map": ([(0, 0)], "1 bases came for 2 shards"),
+    "in a block that does not exist": ([(0, 0), (2, 0)], "shard 1, 4 bytes from byte 0 of block 2"),
+    "past the end of the block": ([(0, 0), (1, 1)], "shard 1, 4 bytes from byte 1 of block 1"),
+    "negative": ([(0, 0), (1, -1)], "a base is negative"),
+}
+
+
+@pytest.mark.parametrize(("bases", "error"), BAD_BASES.values(), ids=BAD_BASES)
+def test_bases_outside_of_the_blocks_are_refused(bases, error):
+    weight_map = decode_weight_map(encode_weight_map([4, 4], []))
+    blocks = [torch.zeros(4, dtype=torch.uint8) for _ in range(2)]
+    with pytest.raises(WireError, match=error):
+        ShardMemory(weight_map, decode_bases(encode_bases(bases)), blocks)
+
+
+BAD_MAPS = {
+    "a piece leaves its shard": ([4], [BucketPiece(0, 1, 0, 4)], "needs 5 bytes of shard 0"),
+    "a piece is of no shard": ([4], [BucketPiece(1, 0, 0, 4)], "of shard 1, which has 0"),
+    "a piece before the first byte": ([9], [BucketPiece(0, -1, 0, 4)], "not a weight map"),
+    "a stride backwards": ([9], [BucketPiece(0, 0, 0, 8, ((8, -1),))], "not a weight map"),
+    "a piece leaves the bucket": ([9], [BucketPiece(0, 0, 0, 9)], "leaves the bucket's 8 bytes"),
+    "pieces overlap": ([9], [BucketPiece(0, 0, 0, 4), BucketPiece(0, 0, 2, 4)], "starts at byte 2"),
+    "a negative size": ([-1], [], "not a weight map"),
+}
+
+
+@pytest.mark.parametrize(("shards", "pieces", "error"), BAD_MAPS.values(), ids=BAD_MAPS)
+def test_a_map_that_reads_elsewhere_is_refused(shards, pieces, error):
+    layout = BucketLayout((BucketTensor("t", (8,), torch.uint8, 0),), 8)
+    encoded = encode_weight_map(shards, [(encode_layout(layout), pieces)])
+    with pytest.raises(WireError, match=error):
+        decode_weight_map(encoded)

@@ -69,8 +69,8 @@ class Trainer:
                     engine.send(
                         wire.Hello,
                         buffers=list(mapped),
+                        stored=[],
                         plan="",
-                        arrangements="",
                         wants_proof=False,
                     )
                     assert opened.accept(Mock(), wait_s=5)

@@ -35,14 +35,14 @@ def ends(new_endpoint):
     for end in (trainer, engine):
         end.begin(TOKEN, timeout_s=20)
     with trainer, engine:
-        engine.send(wire.BucketDone, index=0)
+        engine.send(wire.LoadDone, index=0)
         assert trainer.receive().index == 0
         yield trainer, engine
 
 
 def test_a_message_after_the_reply_is_received(ends):
     trainer, engine = ends
-    late = threading.Timer(0.4, lambda: engine.send(wire.BucketDone, index=1))
+    late = threading.Timer(0.4, lambda: engine.send(wire.LoadDone, index=1))
 
     def watch():
         if not late.is_alive():
@@ -145,7 +145,7 @@ def test_unclosed_channels_do_not_block_others(new_endpoint):
         engine = engine_end(endpoint)
         for end in (trainer, engine):
             end.begin(TOKEN, timeout_s=10)
-        engine.send(wire.BucketDone, index=0)
+        engine.send(wire.LoadDone, index=0)
         assert trainer.receive().index == 0
         loop = [trainer, engine]
         loop.append(loop)
@@ -165,14 +165,14 @@ def test_an_abandoned_engine_takes_no_others_place(ends):
         time.sleep(0.5)  # a connection that is lost is made anew after 0.1 s
         with engine_end(trainer.endpoint) as engine:
             engine.begin(TOKEN, timeout_s=5)
-            engine.send(wire.BucketDone, index=7)
+            engine.send(wire.LoadDone, index=7)
             assert later.receive().index == 7
 
 
 SETTINGS = settings_of("compiled", request_timeout_s=20.0, manifest_check="off")
 
 
-HELLO = {"buffers": [], "plan": "", "arrangements": "", "wants_proof": False}
+HELLO = {"buffers": [], "stored": [], "plan": "", "wants_proof": False}
 
 
 @pytest.fixture

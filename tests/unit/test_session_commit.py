@@ -7,24 +7,28 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from sglang_loader.common.session.messages import BucketPiece, decode_descriptor, encode_pieces
+from sglang_loader.common.bucket_source import BucketPiece
+from sglang_loader.common.session.messages import decode_descriptor
 from sglang_loader.common.shared_memory import (
     CpuHandle,
+    host_id,
     map_buffer,
     share_on_host,
     share_storage,
 )
+from sglang_loader.common.weight_map import encode_bases, encode_weight_map
 from sglang_loader.session import mapped_memory
 from sglang_loader.session import serve as session
 from support.settings import settings_of
 from unit.serving_engine import ByName
-from verl_sglang_sync.engine.arrangements import EngineArrangements
 from verl_sglang_sync.engine.engine_ranks import EngineRank, OpeningRequest, wait_for
+from verl_sglang_sync.engine.readers import EngineReader
 from verl_sglang_sync.engine.session import (
     BlockNotMapped,
     EngineCannotMap,
     EngineFailed,
     SessionSockets,
+    StoredBytes,
     TrainerSession,
 )
 from verl_sglang_sync.report import SyncReport
@@ -123,14 +127,14 @@ def trainer():
 
 
 def joined(trainer, model=None, **options):
-    """An engine that serves the model, or one of all weights, and has joined the trainer."""
+    """An engine that serves the model, or one of all weights, and has met the trainer."""
     engine = Engine(trainer.descriptor, model or model_of(WEIGHTS), **options)
     engine.start()
-    accept(trainer)
+    meet(trainer)
     return engine
 
 
-def accept(trainer):
+def meet(trainer):
     while not trainer.accept(lambda: None, wait_s=0.1):
         pass
 
@@ -156,21 +160,20 @@ def wait_until_loaded(trainer):
 
 def alone(trainer):
     """The engine rank of a session that no request has opened."""
-    return EngineRank("", trainer, OpeningRequest(None, None), EngineArrangements(is_wanted=False))
+    return EngineRank("", trainer, OpeningRequest(None, None), EngineReader())
 
 
-def send_all(trainer, ring, *, arranged=False):
+def send_all(trainer, ring):
     """Both buckets, and that they are all, without a look at what the engine says."""
     report = SyncReport(mode="compiled", replica=0)
     export, cutter = Export(list(WEIGHTS.items())), BucketCutter(SETTINGS.bucket_bytes)
-    buckets = ExportedBuckets(export, cutter, ring, report, asks_for_arrangements=True)
-    for ready in buckets:
+    buckets = ExportedBuckets(export, cutter, ring, report)
+    for ready in buckets._buckets:
         assert ready.storage is not None
         slot = trainer.map_buffer(ready.storage, keep=True)
-        pieces = encode_pieces([BucketPiece(slot, 0, 0, ready.nbytes)])
-        trainer.load(ready.index, ready.bucket, pieces, read_only=False, arranged=arranged)
+        trainer.load(ready.index, ready.bucket, slot)
     assert ready.index == 1
-    trainer.finish(num_buckets=2, num_tensors=2, arrangements=None)
+    trainer.finish(num_tensors=2)
 
 
 def check_not_served(engine, *texts):
@@ -249,36 +252,30 @@ def test_a_session_failed_at_commit_may_conclude(event, trainer, ring):
 
 
 @pytest.mark.parametrize(
-    ("known", "after_load", "arranged", "reason"),
+    ("known", "after_load", "reason"),
     [
-        (("first",), None, False, "second"),
-        (("third",), None, False, "first"),
-        (WEIGHTS, refusing("1 missing: third"), False, "1 missing: third"),
-        (WEIGHTS, None, True, "bucket 0 came in part: this engine rank reads it whole"),
+        (("first",), None, "second"),
+        (("third",), None, "first"),
+        (WEIGHTS, refusing("1 missing: third"), "1 missing: third"),
     ],
-    ids=["the last bucket", "the first", "what was loaded", "arranged otherwise"],
+    ids=["the last bucket", "the first", "what was loaded"],
 )
-def test_a_late_refusal_of_an_engine_counts(
-    event, trainer, ring, known, after_load, arranged, reason
-):
+def test_a_late_refusal_of_an_engine_counts(event, trainer, ring, known, after_load, reason):
     engine = joined(trainer, model_of(known), after_load=after_load or (lambda: None))
     with pytest.raises(EngineFailed, match=reason):
-        send_all(trainer, ring, arranged=arranged)
+        send_all(trainer, ring)
         wait_until_loaded(trainer)
     check_not_served(engine)
-    if arranged:
-        assert not any(each.any() for each in engine.model.parameters()), "read otherwise"
-    else:
-        assert event.waited, "unmapped while the device may read what it was launched for"
+    assert event.waited, "unmapped while the device may read what it was launched for"
 
 
 def test_a_failed_preparation_ends_the_session_first(event, trainer, ring):
     refuse = refusing("requests are running")
     engine = Engine(trainer.descriptor, model_of(WEIGHTS), after_join=refuse)
     engine.start()
-    engine.join()  # the trainer accepts too late: what was said is heard all the same
+    engine.join()  # the trainer greets too late: what was said is heard all the same
     with pytest.raises(EngineFailed, match="requests are running"):
-        accept(trainer)
+        meet(trainer)
         send_all(trainer, ring)
         wait_until_done(trainer, 1)
     check_not_served(engine, "requests are running")
@@ -321,13 +318,25 @@ def serve_whole(trainer, ring, engine):
     assert engine.has_served
 
 
+NBYTES = 4096
+BY_TABLE = {"host": host_id(), "num_ranks": 1, "round_bytes": 1024, "rounds": ""}
+
+
+def in_one_block():
+    """The map and the bases of a sync whose bytes all lie in one block."""
+    report = SyncReport(mode="compiled", replica=0)
+    [batch] = BucketCutter(1 << 20).batches(list(WEIGHTS.items()), report)
+    piece = BucketPiece(0, 0, 0, batch.bucket.layout.nbytes)
+    assert piece.nbytes <= NBYTES
+    weight_map = encode_weight_map([NBYTES], [(batch.bucket.encoded, [piece])])
+    return StoredBytes.of(weight_map), StoredBytes.of(encode_bases([(0, 0)]))
+
+
 def test_unmappable_memory_is_an_error_of_its_own(event, trainer):
     engine = joined(trainer)
     gone = CpuHandle(nbytes=64, name="/torch_nobody_has_this")
     trainer.map_blocks(["gone"], {"gone": gone}, keep=True)
-    report = SyncReport(mode="compiled", replica=0)
-    [batch] = BucketCutter(1 << 20).batches(list(WEIGHTS.items()), report)
-    trainer.load(0, batch.bucket, encode_pieces([BucketPiece(0, 0, 0, 64)]), read_only=True)
+    trainer.load_shards(*in_one_block(), **BY_TABLE)
     with pytest.raises(EngineCannotMap, match="64 bytes of the CPU cannot be mapped"):
         wait_until_done(trainer, 0)
     check_not_served(engine, "cannot be mapped")
@@ -343,17 +352,16 @@ def test_every_handle_of_mapped_memory_is_used(event, monkeypatch):
         return map_buffer(handle, device)
 
     monkeypatch.setattr(mapped_memory, "map_buffer", map_used)
-    report = SyncReport(mode="compiled", replica=0)
-    [batch] = BucketCutter(1 << 20).batches(list(WEIGHTS.items()), report)
-    nbytes = batch.bucket.layout.nbytes
-    memory = share_on_host(torch.zeros(nbytes, dtype=torch.uint8)).untyped_storage()
-    handle, pieces = share_storage(memory), encode_pieces([BucketPiece(0, 0, 0, nbytes)])
+    memory = share_on_host(torch.zeros(NBYTES, dtype=torch.uint8)).untyped_storage()
+    handle = share_storage(memory)
     for number in (1, 2, 3):
         with TrainerSession(sockets, SETTINGS, BlockNames()) as trainer:
             engine = joined(trainer, model)
             trainer.map_blocks(["here"], {"here": handle} if number < 3 else {}, keep=number < 3)
-            trainer.load(0, batch.bucket, pieces, read_only=True)
-            trainer.finish(num_buckets=1, num_tensors=2, arrangements=None)
+            trainer.load_shards(
+                *in_one_block(), host=host_id(), num_ranks=1, round_bytes=1024, rounds=""
+            )
+            trainer.finish(num_tensors=2)
             wait_for([alone(trainer)], lambda session: session.loaded is not None, 10)
             trainer.commit(lambda: None, is_last=True)
             trainer.wait_until_published()
@@ -363,11 +371,11 @@ def test_every_handle_of_mapped_memory_is_used(event, monkeypatch):
 
 
 WRONG_ORDERS = {  # what is announced as which of the two buckets, how many of what, what is said
-    "starts late": ([(1, 1)], (1, 1), "got bucket 1, expected 0"),
-    "gap": ([(0, 0), (2, 1)], (2, 2), "got bucket 2, expected 1"),
-    "repeat": ([(0, 0), (0, 0)], (2, 2), "got bucket 0, expected 1"),
-    "tensors lost": ([(0, 0), (1, 1)], (2, 3), "2 tensors in 2 buckets came, the trainer sent 3"),
-    "buckets lost": ([(0, 0)], (2, 2), "1 tensors in 1 buckets came, the trainer sent 2 in 2"),
+    "starts late": ([(1, 1)], (1, 1), "got LoadBucket 1, expected load 0"),
+    "gap": ([(0, 0), (2, 1)], (2, 2), "got LoadBucket 2, expected load 1"),
+    "repeat": ([(0, 0), (0, 0)], (2, 2), "got LoadBucket 0, expected load 1"),
+    "tensors lost": ([(0, 0), (1, 1)], (2, 3), "2 tensors in 2 loads came, the trainer sent 3"),
+    "buckets lost": ([(0, 0)], (2, 2), "1 tensors in 1 loads came, the trainer sent 2 in 2"),
     "nothing": ([], (0, 0), "the trainer sent no tensor"),
     "a tensor twice": ([(0, 0), (1, 0)], (2, 2), "tensors came more than once: first"),
 }
@@ -383,8 +391,8 @@ def test_buckets_and_tensors_come_once_in_order(event, trainer, ring, sent, coun
         for index, which in sent:
             bucket, storage = packed[which]
             slot = trainer.map_buffer(storage, keep=True)
-            pieces = encode_pieces([BucketPiece(slot, 0, 0, bucket.layout.nbytes)])
-            trainer.load(index, bucket, pieces, read_only=False)
-        trainer.finish(num_buckets=counts[0], num_tensors=counts[1], arrangements=None)
+            trainer.load(index, bucket, slot)
+        trainer.num_loads = counts[0]
+        trainer.finish(num_tensors=counts[1])
         wait_until_done(trainer, len(sent))
     check_not_served(engine, reason)

@@ -12,17 +12,16 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sglang_loader.common.ranks import Reason
-from sglang_loader.load_plan.executor import PlanExecutor
+from sglang_loader.load_plan.executor import PlanExecutor, TableRun
 from sglang_loader.session import serve
 from support.settings import settings_of
 from unit.serving_engine import ByName, ServingEngine, colocated, synced
 from verl_sglang_sync import WeightSyncError
 from verl_sglang_sync.ranks import TrainerRanks
 from verl_sglang_sync.report import warn_once
-from verl_sglang_sync.routes.pull.route import Pull
 from verl_sglang_sync.routes.route import NOT_TRACEABLE, Route, RouteContext, RouteState
 from verl_sglang_sync.routes.staging_ring import StagingRing
+from verl_sglang_sync.routes.table.route import TableRoute
 from verl_sglang_sync.sources import source_map
 from verl_sglang_sync.sources.comparison import Comparison
 from verl_sglang_sync.sources.export import Reexport
@@ -191,53 +190,21 @@ def test_an_export_without_parameters_is_packed(caplog):
 
 
 class Learns(Route):
-    """A route that looks at each exported sync, and is never prepared.
-
-    Args:
-        needs_no_staging: what it answers.
-    """
+    """A route that looks at each exported sync, and is never prepared."""
 
     fallback_text = "never"
 
-    def __init__(self, *, needs_no_staging):
+    def __init__(self):
         settings = settings_of("compiled")
         context = RouteContext(TrainerRanks(), torch.device("cpu"), settings, lambda: ())
-        super().__init__(context, is_wanted=True)
-        self.needs_no_staging, self.events, self.loaded = needs_no_staging, [], []
+        super().__init__(context)
+        self.loaded = []
 
     def can_learn(self, weights):
         return True
 
     def learn(self, sync):
-        self.events.append("learn")
         self.loaded = sync.loaded
-        return self.needs_no_staging
-
-    def forget(self):
-        self.events.append("forget")
-
-
-@pytest.mark.parametrize("is_enough", (True, False))
-def test_the_best_route_frees_the_others(is_enough):
-    """Where it is not, the engines are asked in the next sync what the others need to know."""
-    trainer = Trainer("compiled")
-    best, other = Learns(needs_no_staging=is_enough), Learns(needs_no_staging=False)
-    trainer.weight_sync._routes = (best, other)
-    trainer.sync([("t", torch.ones(64))])
-    assert (best.events, other.events) == (["learn"], ["forget"] if is_enough else [])
-    trainer.sync([("t", torch.ones(64))])
-    assert best.events == ["learn", "learn"]
-    assert other.events == (["forget", "forget"] if is_enough else ["learn"])
-
-
-def test_a_better_route_is_retried_beside_proven_ones():
-    trainer = Trainer("compiled")
-    best, other = Learns(needs_no_staging=True), Learns(needs_no_staging=False)
-    best.refuse(Reason("no memory", is_final=False))
-    other.state = RouteState.PROVEN  # its `_source` would raise
-    trainer.weight_sync._routes = (best, other)
-    trainer.sync([("t", torch.ones(64))])
-    assert best.events[-1] == "learn"
 
 
 class Rebinds(ByName):
@@ -252,11 +219,11 @@ class Rebinds(ByName):
 @pytest.mark.parametrize("is_draft", (True, False))
 def test_the_model_without_a_plan_is_named(is_draft):
     weights = [(f"t{i}", torch.ones(64)) for i in range(3)]
-    trainer, route = Trainer("compiled"), Learns(needs_no_staging=False)
+    trainer, route = Trainer("compiled"), Learns()
     planless, planned = Rebinds(weights), ByName(weights)
     trainer.engine.drafts = [planless if is_draft else planned]
     trainer.engine.models = [planned if is_draft else planless]
-    trainer.weight_sync._routes = (route,)
+    trainer.weight_sync._route = route
     for _ in range(2):
         assert "rebinds tensors" in trainer.sync(weights).eager_reason
         assert not route.loaded[0].may_read_in_place
@@ -280,7 +247,7 @@ class Traceable:
         self.trainer = Trainer("compiled")
         self.model = ByName(self.parameters.items())
         self.trainer.engine.models = [self.model]
-        self.route = self.trainer.weight_sync._routes[0]
+        self.route = self.trainer.weight_sync._route
 
     def sync(self):
         return synced(self.trainer.weight_sync, Reexport(self._export, sources=self.sources))
@@ -329,8 +296,8 @@ def test_a_difference_warns_once_and_prevents_pull(monkeypatch, caplog):
     monkeypatch.setattr(source_map, "trace_export", spoiled)
     for _ in range(3):
         assert case.sync().num_pulled == 0 and case.has_arrived()
-    said = [text for text in caplog.messages if Pull.fallback_text in text]
-    assert said == [f"weight sync: {Pull.fallback_text} (from now on): {case.route.reason}"]
+    said = [text for text in caplog.messages if TableRoute.fallback_text in text]
+    assert said == [f"weight sync: {TableRoute.fallback_text} (from now on): {case.route.reason}"]
     assert "t1 is exported with other bytes than its parameter has" in said[0]
 
 
@@ -420,16 +387,20 @@ def test_preparation_overlaps_the_last_buckets_load(monkeypatch, fails):
 
 def test_after_a_refuted_route_exports_load_eagerly(monkeypatch, caplog):
     """The plan may be at fault as well, which `load_weights` is not."""
-    case, replay = Traceable(), PlanExecutor.replay
+    case = Traceable()
 
-    def wrong(executor, *arguments):
-        replay(executor, *arguments)
-        with torch.no_grad():
-            case.model.t2[3] += 1
+    def spoiled(method):
+        def wrong(executor, *arguments):
+            method(executor, *arguments)
+            with torch.no_grad():
+                case.model.t2[3] += 1
 
-    monkeypatch.setattr(PlanExecutor, "replay", wrong)
+        return wrong
+
+    monkeypatch.setattr(PlanExecutor, "replay", spoiled(PlanExecutor.replay))
+    monkeypatch.setattr(TableRun, "begin", spoiled(TableRun.begin))
     for _ in range(3):
         report = case.sync()
         assert case.route.state is RouteState.OFF and case.has_arrived()
         assert report.num_replayed == 0
-    assert "left by the route or by the load plan: t2" in report.eager_reason
+    assert "left by that way or by the load plan: t2" in report.eager_reason

@@ -20,18 +20,30 @@ FROM_TRAINER = [
             wire.SharedBuffer(slot=0, name="b", handle=HANDLE, keep=True),
             wire.SharedBuffer(slot=1, name="c", handle=None, keep=False),
         ],
-        pieces=wire.encode_pieces([wire.BucketPiece(0, 256, 0, 64), wire.BucketPiece(1, 0, 64, 8)]),
+        slot=1,
         layout=b"x",
-        read_only=True,
-        arranged=True,
     ),
-    wire.Finish(token=TOKEN, num_buckets=2, num_tensors=3, arrangements=None),
+    wire.Store(token=TOKEN, data=b"x"),
+    wire.LoadShards(
+        token=TOKEN,
+        index=0,
+        buffers=[],
+        host="h",
+        weight_map="d",
+        bases="e",
+        num_ranks=2,
+        round_bytes=8,
+        rounds="",
+    ),
+    wire.LoadRound(token=TOKEN, index=1, buffers=[], slot=0, receives=[8, 16]),
+    wire.Finish(token=TOKEN, num_loads=2, num_tensors=3),
     wire.Commit(token=TOKEN, is_last=False),
     wire.Abort(token=TOKEN, reason="why"),
 ]
 FROM_ENGINE = [
-    wire.Hello(token=TOKEN, buffers=["b"], plan="p", arrangements="a", wants_proof=False),
-    wire.BucketDone(token=TOKEN, index=1),
+    wire.Hello(token=TOKEN, buffers=["b"], stored=["d"], plan="p", wants_proof=False),
+    wire.Rounds(token=TOKEN, digest="d", data=None),
+    wire.LoadDone(token=TOKEN, index=1),
     wire.Loaded(
         token=TOKEN,
         num_replayed=1,
@@ -41,7 +53,6 @@ FROM_ENGINE = [
         differing=["w"],
         num_alike=2,
         host="this one",
-        arrangements=b"x",
         seconds={"waiting": 0.5, "launching": 0.25},
     ),
     wire.Published(token=TOKEN),
@@ -81,22 +92,11 @@ def test_missing_unknown_and_mistyped_fields_are_refused(message):
             wire.decode(wire.FROM_TRAINER, msgspec.msgpack.encode(broken))
 
 
-@pytest.mark.parametrize(
-    "piece",
-    [
-        *([*[0] * i, -1, *[0] * (3 - i)] for i in range(4)),
-        [0, 0, 0, 8, [[8, -1]]],
-        [0, 0, 0, 8, [], [[0, -8, 8]]],
-    ],
-)
-def test_bytes_before_the_first_are_refused(piece):
-    with pytest.raises(SessionError, match=r"Expected `int` >= 0 - at `\$\[0\]"):
-        wire.decode(wire.PIECES, msgspec.msgpack.encode([piece]))
-
-
-@pytest.mark.parametrize("receives", [[[8, 0], [7, 0]], [[16, -8]]])
+@pytest.mark.parametrize("receives", [[8, 7], [16, -8]])
 def test_parts_of_words_are_refused(receives):
-    fields = msgspec.msgpack.decode(wire.encode(FROM_TRAINER[1]))
+    fields = msgspec.msgpack.decode(
+        wire.encode(wire.LoadRound(token=TOKEN, index=1, buffers=[], slot=0, receives=[]))
+    )
     with pytest.raises(SessionError, match=r"Expected `int` .* at `\$\.receives"):
         wire.decode(wire.FROM_TRAINER, msgspec.msgpack.encode({**fields, "receives": receives}))
 
@@ -110,7 +110,6 @@ DESCRIPTOR = wire.SessionDescriptor(
     manifest_check="error",
     proof="none",
     syncs_draft=False,
-    host="here",
 )
 
 

@@ -12,8 +12,8 @@ from unit.failed_replies import BAD, LOST, FailsReplies, failed_request
 from unit.serving_engine import ServingEngine, colocated, synced
 from unit.test_session_commit import SETTINGS
 from verl_sglang_sync import WeightSyncError
-from verl_sglang_sync.engine.arrangements import EngineArrangements
 from verl_sglang_sync.engine.engine_ranks import EngineRank
+from verl_sglang_sync.engine.readers import EngineReader
 from verl_sglang_sync.engine.server_client.errors import RequestFailed, ServerError
 from verl_sglang_sync.engine.session import EngineFailed, TrainerSession
 from verl_sglang_sync.ranks import RankLost, TrainerRanks
@@ -86,9 +86,9 @@ def test_a_commit_without_outcome_may_be_served(is_silent, text, monkeypatch):
 def test_a_dead_server_is_named_despite_earlier_failures():
     """A death ends the collective for the other engines as well."""
     session = SimpleNamespace(abort=lambda *_: None)
-    arrangements = EngineArrangements(is_wanted=False)
+    reader = EngineReader()
     requests = [failed_request(BAD), failed_request(LOST)]
-    engines = [EngineRank("", session, request, arrangements) for request in requests]
+    engines = [EngineRank("", session, request, reader) for request in requests]
     report = SyncReport(mode="disaggregated", replica=None)
     sessions = Sessions(TrainerRanks(), SETTINGS, report, engines)
     with pytest.raises(WeightSyncError) as raised:

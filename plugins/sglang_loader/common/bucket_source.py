@@ -1,8 +1,7 @@
-"""The places of a bucket's bytes: in one flat buffer, or in pieces of the trainer's own memory.
+"""The places of a bucket's bytes: in one flat buffer, or in shards of the trainer's parameters.
 
-A layout gives every tensor an offset, as if the bucket were one buffer. If the trainer's tensors
-are read in place, a `BucketMap` maps the bytes of that buffer to bytes of memories in numbered
-slots. A `BucketSource` has these memories:
+A layout gives every tensor an offset, as if the bucket were one buffer. A `BucketMap` maps the
+bytes of that buffer to bytes of numbered memories. A `BucketSource` has these memories:
 
     bucket_map = BucketMap([BucketPiece(0, 0, 0, 4096), BucketPiece(1, 0, 4096, 512)])
     source = BucketSource(bucket_map, {0: mapped, 1: other})
@@ -22,16 +21,44 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import TypeAlias
 
+import msgspec
 import torch
 
 from sglang_loader.common.copies.strided import copy_views
 from sglang_loader.common.layout import BucketLayout, check_buffer
-from sglang_loader.common.regions.compose import shard_copies
+from sglang_loader.common.regions.compose import ByteMap, shard_copies
 from sglang_loader.common.regions.geometry import StridedCopy, split_copy
-from sglang_loader.common.session.messages import BucketPiece
+from sglang_loader.common.regions.read import Size
 
 CopyFrom: TypeAlias = tuple[StridedCopy, int]
 """A copy, and the number of the memory in which its `src` is an offset."""
+
+
+class BucketPiece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Consecutive bytes of a bucket, and their places in numbered memories.
+
+    Attributes:
+        slot: the memory.
+        offset: offset of the first byte in that memory, or in the concatenated `shards`.
+        start: offset of the first byte in the bucket's layout.
+        nbytes: length.
+        dims: `(count, stride in bytes)`, outermost first, as in `ByteMap`, or () if the bytes are
+            consecutive.
+        shards: `(slot, offset, length)` of parts of memories that the bytes are spread over, none
+            empty, the first in `slot`, or () if the bytes are in one memory.
+    """
+
+    slot: Size
+    offset: Size
+    start: Size
+    nbytes: Size
+    dims: tuple[tuple[Size, Size], ...] = ()
+    shards: tuple[tuple[Size, Size, Size], ...] = ()
+
+    @property
+    def bytes(self) -> ByteMap:
+        """The places of the piece's bytes in the memory, or in the concatenated shards."""
+        return ByteMap(self.offset, self.dims or ((self.nbytes, 1),))
 
 
 class BucketMap:

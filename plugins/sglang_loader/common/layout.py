@@ -1,18 +1,13 @@
 """Bucket layouts: the place of each named tensor inside one flat staging buffer.
 
-This module also has the wire format of layouts and of arrangements. An arrangement is the part of a
-bucket that an engine rank reads.
+This module also has the wire format of layouts.
 
     layout = BucketLayout.pack([("model.norm.weight", (1024,), torch.bfloat16)])
     buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
     model.load_weights(layout.views(buffer))
 
 A load plan is compiled for an ordered list of layouts and holds for exactly these layouts. In a
-message a layout is `encode_layout(layout)`, and its name is the digest of these bytes. The engine
-sends the arrangements of a sync once. Later messages have only their digest. The trainer checks the
-arrangements: a read must lie in its tensor, and the arranged buffer must not be larger than the
-bucket. No two reads may share a byte of the arranged buffer. That is checked where the buffer is
-filled.
+message a layout is `encode_layout(layout)`, and its name is the digest of these bytes.
 """
 
 from __future__ import annotations
@@ -20,15 +15,13 @@ from __future__ import annotations
 import hashlib
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 import torch
-
-from sglang_loader.common.regions.arrangement import Arrangement
 
 ALIGNMENT_BYTES = 256
 """The alignment of cudaMalloc. It allows views of every dtype, and vectorised copies."""
@@ -149,17 +142,12 @@ def _dtype_of(_: type[torch.dtype], name: object) -> torch.dtype:
     return dtype
 
 
-Arrangements: TypeAlias = tuple[tuple[str, Arrangement | None], ...]
-"""The digest of each bucket's layout, and its arrangement, or None for a whole bucket."""
-
-
 def _dtype_name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_dtype_name)
 _layout_decoder = msgspec.msgpack.Decoder(BucketLayout, dec_hook=_dtype_of)
-_arrangements_decoder = msgspec.msgpack.Decoder(Arrangements)
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder[Any], encoded: bytes, kind: str) -> Any:
@@ -179,10 +167,7 @@ def encode_layout(layout: BucketLayout) -> bytes:
 
 
 def digest_of(encoded: bytes) -> str:
-    """Return the name of a layout or of arrangements.
-
-    The name has 64 hexadecimal digits, the same in every process.
-    """
+    """Return the name of encoded bytes: 64 hexadecimal digits, the same in every process."""
     return hashlib.sha256(encoded).hexdigest()
 
 
@@ -196,40 +181,3 @@ def decode_layout(encoded: bytes) -> BucketLayout:
     """
     layout: BucketLayout = _decoded(_layout_decoder, encoded, "a bucket layout")
     return layout
-
-
-def encode_arrangements(buckets: Arrangements) -> bytes:
-    return _encoder.encode(buckets)
-
-
-def decode_arrangements(encoded: bytes, layouts: Mapping[str, BucketLayout]) -> Arrangements:
-    """Parse and check arrangements of layouts that were sent.
-
-    Args:
-        layouts: the layouts by digest.
-
-    Raises:
-        WireError: not arrangements, bytes that `encode_arrangements` does not write, an unknown
-            layout, a read that exceeds its tensor, or an arranged buffer larger than the bucket.
-    """
-    buckets: Arrangements = _decoded(_arrangements_decoder, encoded, "arrangements")
-    for digest, arrangement in buckets:
-        if arrangement is not None:
-            _check(digest, arrangement, layouts)
-    return buckets
-
-
-def _check(digest: str, arrangement: Arrangement, layouts: Mapping[str, BucketLayout]) -> None:
-    layout = layouts.get(digest)
-    if layout is None:
-        raise WireError(f"an arrangement of a layout that was not sent: {digest}")
-    for read in arrangement:
-        if read.tensor >= len(layout.tensors):
-            raise WireError(f"a read of tensor {read.tensor} of {len(layout.tensors)}")
-        tensor = layout.tensors[read.tensor]
-        end = read.start + read.nbytes
-        if read.stop > tensor.nbytes or end > layout.nbytes:
-            raise WireError(
-                f"{tensor.name!r}: a read up to byte {read.stop} of {tensor.nbytes}, to byte {end} "
-                f"of no more than the bucket's {layout.nbytes}"
-            )

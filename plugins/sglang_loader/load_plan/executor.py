@@ -1,44 +1,51 @@
-"""Replay of a load plan: a few fused copies per bucket, and `load_weights` for the plan's `rest`.
+"""Replay of a load plan: a few fused copies, and `load_weights` for the plan's `rest`.
 
 The executor launches work and never waits.
 
     executor = PlanExecutor(plan, model.load_weights)
-    executor.replay(0, BucketSource.flat(staging))   # on the current stream; asynchronous
+    executor.replay(0, BucketSource.flat(staging))   # one bucket; on the current stream
+    run = executor.table_run(shards, num_ranks, round_bytes)   # a whole sync by the copy table
+    run.begin()                                      # all that needs no round
+    run.load_round(buffer)                           # for each of `run.rounds`, if there are any
 
-Copies are computed once per `BucketMap`, and bound to addresses once per `BucketSource`. Both are
-kept as long as their map or source lives. So dropping a source frees its memory.
+Copies are computed once per `BucketMap` or `WeightMap`, and bound to addresses once per
+`BucketSource` or `ShardMemory`. They are kept as long as their map or memory lives. So dropping a
+source frees its memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 
 from sglang_loader.common.bucket_source import BucketMap, BucketSource
 from sglang_loader.common.copies.fused import FusedCopies
-from sglang_loader.common.layout import BucketLayout
+from sglang_loader.common.layout import BucketLayout, check_buffer
+from sglang_loader.common.weight_map import ShardMemory, WeightMap
+from sglang_loader.load_plan.copy_table import CopyTable
 from sglang_loader.load_plan.destinations import Destinations
-from sglang_loader.load_plan.plan import SCRATCH, BucketPlan, LoadPlan, LoadWeights
-
-NO_TENSORS = BucketLayout((), 0)
+from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, LoadWeights
+from sglang_loader.load_plan.rounds import Round, WiredStep, wired_steps
 
 
 @dataclass(frozen=True)
-class _Binding:
-    """The launches of one bucket's copies, and the tensors in `scratch` for `load_weights`."""
+class _Bound:
+    """The launches of some copies, and the tensors in `scratch` that `load_weights` loads then."""
 
-    plan: BucketPlan
     copies: list[Callable[[], object]]
     rest: list[tuple[str, torch.Tensor]]
     scratch: torch.Tensor
 
-    def run(self, load_weights: LoadWeights) -> None:
+    def copy(self) -> None:
         with torch.no_grad():
-            for copy in self.copies:
-                copy()
+            for launch in self.copies:
+                launch()
+
+    def load_rest(self, load_weights: LoadWeights) -> None:
         if self.rest:
             load_weights(iter(self.rest))
 
@@ -49,18 +56,22 @@ class PlanExecutor:
     def __init__(self, plan: LoadPlan, load_weights: LoadWeights) -> None:
         self._plan = plan
         self._load_weights = load_weights
-        self._copies: WeakKeyDictionary[BucketMap, _Copies] = WeakKeyDictionary()
-        self._bound: WeakKeyDictionary[BucketSource, _Binding] = WeakKeyDictionary()
+        # The same source may be of another bucket, so its plan stands beside what was made of it.
+        self._copies: WeakKeyDictionary[BucketMap, tuple[BucketPlan, _Copies]]
+        self._copies = WeakKeyDictionary()
+        self._bound: WeakKeyDictionary[BucketSource, tuple[BucketPlan, _Bound]]
+        self._bound = WeakKeyDictionary()
+        self._tables: WeakKeyDictionary[WeightMap, CopyTable] = WeakKeyDictionary()
+        self._wired: WeakKeyDictionary[WeightMap, tuple[object, list[_Step]]] = WeakKeyDictionary()
+        self._bound_steps: WeakKeyDictionary[ShardMemory, tuple[list[_Step], list[_Bound]]]
+        self._bound_steps = WeakKeyDictionary()
         self._scratch: WeakValueDictionary[torch.device, torch.Tensor] = WeakValueDictionary()
         self._scratch_nbytes = max((bucket.rest.nbytes for bucket in plan.buckets), default=0)
 
-    def replay(self, index: int, source: BucketSource, arranged: BucketPlan | None = None) -> None:
+    def replay(self, index: int, source: BucketSource) -> None:
         """Load a bucket from `source`, asynchronously on the current stream.
 
         Only the tensors of `rest`, which `load_weights` loads, may wait for the device.
-
-        Args:
-            arranged: the plan of an arranged bucket, or None for a whole bucket.
 
         Raises:
             IndexError: there is no such bucket.
@@ -68,16 +79,49 @@ class PlanExecutor:
             Exception: what `load_weights` raises.
         """
         # Bound once per source: a later sync with the same memory only launches.
-        plan = arranged or self._plan.buckets[index]
-        binding = self._bound.get(source)
-        if binding is None or binding.plan is not plan:
-            copies = self._copies.get(source.map)
-            if copies is None or copies.plan is not plan:
-                copies = self._copies[source.map] = _Copies(plan, source.map)
-            scratch = self._scratch_on(source.device)
-            memory = self._plan.destinations.memory
-            binding = self._bound[source] = copies.bind(memory, source, scratch)
-        binding.run(self._load_weights)
+        plan = self._plan.buckets[index]
+        of_plan, bound = self._bound.get(source, (None, None))
+        if bound is None or of_plan is not plan:
+            of_plan, copies = self._copies.get(source.map, (None, None))
+            if copies is None or of_plan is not plan:
+                copies = _Copies.of_bucket(plan, source.map)
+                self._copies[source.map] = plan, copies
+            bound = copies.bind(self._memory, source.memories, self._scratch_on(source.device))
+            self._bound[source] = plan, bound
+        bound.copy()
+        bound.load_rest(self._load_weights)
+
+    def table_run(self, shards: ShardMemory, num_ranks: int, round_bytes: int) -> TableRun:
+        """Prepare a whole sync from the trainer ranks' shards.
+
+        Args:
+            num_ranks: the number of trainer ranks.
+            round_bytes: about the largest size of a round.
+
+        Raises:
+            ValueError: the map of the shards does not hold what the plan reads.
+        """
+        weight_map, wires = shards.weight_map, (shards.senders, num_ranks, round_bytes)
+        wired_for, steps = self._wired.get(weight_map, (None, []))
+        if wired_for != wires:
+            table = self._tables.get(weight_map)
+            if table is None:
+                table = self._tables[weight_map] = CopyTable.of(self._plan, weight_map)
+            steps = [_Step.of(step) for step in wired_steps(table, *wires)]
+            self._wired[weight_map] = wires, steps
+        bound_to, bound = self._bound_steps.get(shards, (None, []))
+        if bound_to is not steps:
+            scratch = self._scratch_on(shards.device)
+            bound = [
+                step.mapped.bind(self._memory, shards.of(step.mapped.fused.numbers), scratch)
+                for step in steps
+            ]
+            self._bound_steps[shards] = steps, bound
+        return TableRun(steps, bound, self._memory, self._load_weights)
+
+    @property
+    def _memory(self) -> Sequence[torch.Tensor]:
+        return self._plan.destinations.memory
 
     def _scratch_on(self, device: torch.device) -> torch.Tensor:
         """Return memory for the `rest` of any bucket. Buckets use it one after the other."""
@@ -91,31 +135,11 @@ def replay_once(
     plan: BucketPlan, destinations: Destinations, load_weights: LoadWeights, buffer: torch.Tensor
 ) -> None:
     """Replay one bucket's plan as `PlanExecutor.replay` does, without keeping the binding."""
-    scratch, source = _empty(plan.rest.nbytes, buffer.device), BucketSource.flat(buffer)
-    _Copies(plan, source.map).bind(destinations.memory, source, scratch).run(load_weights)
-
-
-def copy_to_new_memory(
-    plan: BucketPlan, storage: int, memory: Sequence[torch.Tensor], buffer: torch.Tensor
-) -> torch.Tensor:
-    """Run a plan's copies to one storage, or to the `SCRATCH`, into new memory.
-
-    Args:
-        memory: the model's storages, which are not written.
-
-    Returns:
-        The new memory, zero where no copy writes.
-    """
-    copies = tuple(copy for copy in plan.copies if copy.storage == storage)
-    plan = replace(plan, copies=copies, rest=plan.rest if storage == SCRATCH else NO_TENSORS)
-    # All other targets are bound, too, but no copy of this plan writes them.
-    source, scratch = BucketSource.flat(buffer), _empty(plan.rest.nbytes, buffer.device)
-    target = torch.zeros_like(scratch if storage == SCRATCH else memory[storage])
-    targets = [*memory, scratch]
-    targets[storage] = target
-    for copy in _Copies(plan, source.map).bind(targets[:-1], source, targets[-1]).copies:
-        copy()
-    return target
+    source = BucketSource.flat(buffer)
+    scratch = _empty(plan.rest.nbytes, source.device)
+    bound = _Copies.of_bucket(plan, source.map).bind(destinations.memory, source.memories, scratch)
+    bound.copy()
+    bound.load_rest(load_weights)
 
 
 def _empty(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -123,19 +147,102 @@ def _empty(nbytes: int, device: torch.device) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
+@dataclass(frozen=True)
 class _Copies:
-    """The copies of a bucket, from the numbered memories of its map to storages or scratch."""
+    """A set of copies from numbered memories to storages or scratch, and the scratch's tensors."""
 
-    def __init__(self, plan: BucketPlan, bucket_map: BucketMap) -> None:
-        self.plan = plan
+    fused: FusedCopies
+    rest: BucketLayout
+
+    @classmethod
+    def of_bucket(cls, plan: BucketPlan, bucket_map: BucketMap) -> _Copies:
         copies = [part for copy in plan.copies for part in bucket_map.copies(copy)]
-        self._fused = FusedCopies(copies)
+        return cls(FusedCopies(copies), plan.rest)
 
     def bind(
-        self, storages: Sequence[torch.Tensor], source: BucketSource, scratch: torch.Tensor
-    ) -> _Binding:
-        """Bind the copies to the memory of `source`."""
+        self,
+        storages: Sequence[torch.Tensor],
+        memories: Mapping[int, torch.Tensor],
+        scratch: torch.Tensor,
+    ) -> _Bound:
+        """Bind the copies to memories. The kernel runs on the device of the scratch."""
         targets = *storages, scratch  # the last is number `SCRATCH`
-        copies = self._fused.between(source.memories, targets, source.device)
+        copies = self.fused.between(memories, targets, scratch.device)
         with torch.inference_mode(False), torch.no_grad():
-            return _Binding(self.plan, copies, self.plan.rest.views(scratch), scratch)
+            return _Bound(copies, self.rest.views(scratch), scratch)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A `WiredStep`, with its copies fused."""
+
+    mapped: _Copies
+    rounds: list[tuple[Round, FusedCopies]]
+
+    @classmethod
+    def of(cls, step: WiredStep) -> _Step:
+        rounds = [(r, FusedCopies([(copy, 0) for copy in r.copies])) for r in step.rounds]
+        return cls(_Copies(FusedCopies(step.mapped), step.rest), rounds)
+
+
+class TableRun:
+    """One sync by a copy table, while its rounds come.
+
+    Attributes:
+        rounds: all rounds, in the order in which they must come.
+        num_loaded: the rounds that have been loaded.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[_Step],
+        bound: Sequence[_Bound],
+        memory: Sequence[torch.Tensor],
+        load_weights: LoadWeights,
+    ) -> None:
+        self.rounds = [each for step in steps for each, _ in step.rounds]
+        self.num_loaded = 0
+        self._memory = memory
+        self._load_weights = load_weights
+        pairs = zip(steps, bound, strict=True)
+        self._left = deque((of_step, deque(step.rounds)) for step, of_step in pairs)
+
+    @property
+    def is_complete(self) -> bool:
+        """True if every step has run."""
+        return not self._left
+
+    def begin(self) -> None:
+        """Run the steps before the first round, asynchronously on the current stream."""
+        if self._left:
+            self._left[0][0].copy()
+            self._advance()
+
+    def load_round(self, buffer: torch.Tensor) -> None:
+        """Load the next round, asynchronously, and run the steps before the round after it.
+
+        Args:
+            buffer: flat uint8, with the bytes of the round.
+
+        Raises:
+            ValueError: no round is left, or the buffer is too short.
+        """
+        if not self._left:
+            raise ValueError(f"another round came after all {len(self.rounds)}")
+        bound, rounds = self._left[0]
+        each, fused = rounds.popleft()
+        check_buffer(buffer, each.nbytes)
+        targets = *self._memory, bound.scratch  # the last is number `SCRATCH`
+        with torch.no_grad():
+            for launch in fused.between({0: buffer}, targets, buffer.device):
+                launch()
+        self.num_loaded += 1
+        self._advance()
+
+    def _advance(self) -> None:
+        """End the steps of which all rounds have been loaded, and begin the next one."""
+        while self._left and not self._left[0][1]:
+            bound, _ = self._left.popleft()
+            bound.load_rest(self._load_weights)
+            if self._left:
+                self._left[0][0].copy()

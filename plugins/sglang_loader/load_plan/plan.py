@@ -31,6 +31,9 @@ LoadWeights: TypeAlias = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 """A model's own `load_weights`. The argument is `(name, tensor)` pairs."""
 
 
+NO_TENSORS = BucketLayout((), 0)
+"""The `rest` of a plan that leaves nothing to `load_weights`."""
+
 SCRATCH = -1
 """`StridedCopy.storage` of a copy to the scratch buffer, beside the numbers of storages."""
 

@@ -26,19 +26,17 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from sglang_loader.common.copies.strided import gather_reads
 from sglang_loader.common.digest import digests_on_host
 from sglang_loader.common.layout import BucketLayout, BucketTensor
 from sglang_loader.common.regions.intervals import subtract
-from sglang_loader.load_plan.arrange import ArrangedBucket
 from sglang_loader.load_plan.destinations import (
     Destinations,
     StorageEntry,
     collect_destinations,
     first_difference,
 )
-from sglang_loader.load_plan.executor import copy_to_new_memory, replay_once
-from sglang_loader.load_plan.plan import SCRATCH, BucketPlan, LoadWeights
+from sglang_loader.load_plan.executor import replay_once
+from sglang_loader.load_plan.plan import BucketPlan, LoadWeights
 
 POISON = 0xA5
 _KEPT_BITS = {
@@ -119,36 +117,6 @@ def check_bucket(
         load_weights(iter(bucket.layout.views(source.clone())))
         known.clear()
     return reason
-
-
-def arrangement_difference(
-    bucket: BucketPlan, arranged: ArrangedBucket, destinations: Destinations
-) -> str | None:
-    """Prove that the plan of an arranged bucket copies the same bytes as the bucket's own plan.
-
-    The bucket's own plan is proved already. Both plans copy random bytes to new memory, one storage
-    at a time.
-
-    Returns:
-        The difference, or None.
-    """
-    arrangement, rebased = arranged
-    storages = sorted({copy.storage for copy in (*bucket.copies, *rebased.copies)} - {SCRATCH})
-    memory = destinations.memory
-    device = memory[storages[0]].device if storages else torch.device("cpu")
-    # Not torch's own generator, from which all TP ranks sample in step. Small bytes make finite
-    # numbers.
-    generator = torch.Generator(device).manual_seed(0)
-    nbytes = bucket.layout.nbytes
-    whole = torch.randint(64, (nbytes,), dtype=torch.uint8, device=device, generator=generator)
-    tensors = [view for _, view in bucket.layout.views(whole)]
-    gathered = gather_reads(arrangement, tensors, device)
-    for storage in (*storages, SCRATCH):
-        expected = copy_to_new_memory(bucket, storage, memory, whole)
-        if not torch.equal(copy_to_new_memory(rebased, storage, memory, gathered), expected):
-            names = destinations.names_of(storage) if storage != SCRATCH else ("load_weights",)
-            return f"what it reads gives other data to {', '.join(names[:3])}"
-    return None
 
 
 def _digests(destinations: Destinations, storages: Sequence[int]) -> Digests:

@@ -1,4 +1,4 @@
-"""Reception of the buckets that are broadcast or sent to an engine on other devices."""
+"""Reception of the buckets and rounds that are sent to an engine on other devices."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from sglang_loader.common.broadcast.broadcast import Broadcast, BroadcastError, 
 from sglang_loader.common.broadcast.update_group import abort
 from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.layout import BucketLayout
-from sglang_loader.common.session.messages import LoadBucket, SessionError
+from sglang_loader.common.session.messages import LoadBucket, LoadRound, SessionError
 from sglang_loader.session.mapped_memory import SourceCache
 
 NUM_BUFFERS = 2
 
 
 @dataclass(frozen=True)
-class _IncomingBucket:
-    """A bucket that is being received in a process group, into `buffer`."""
+class _IncomingLoad:
+    """A bucket or round that is being received in a process group, into `buffer`."""
 
     name: str
     group: Any
@@ -47,8 +47,8 @@ class GroupReceiver:
     def __init__(self) -> None:
         self._buffers = _no_buffers()
         self._sources = SourceCache()
-        self._incoming: deque[_IncomingBucket] = deque()
-        self._unfinished: list[_IncomingBucket] = []  # of sessions that are over
+        self._incoming: deque[_IncomingLoad] = deque()
+        self._unfinished: list[_IncomingLoad] = []  # of sessions that are over
         self._group: Any = None
         self._senders: Any = None
         self._device = torch.device("cpu")
@@ -70,48 +70,44 @@ class GroupReceiver:
         return self
 
     def begin_bucket(self, message: LoadBucket, layout: BucketLayout) -> None:
-        """Begin to receive a bucket.
+        """Begin to receive a bucket that is broadcast.
 
         Raises:
-            SessionError: the bucket is neither broadcast nor sent by the trainer's ranks.
+            SessionError: the bucket lies in memory of the trainer.
         """
-        if message.buffers or (message.arranged and not message.receives):
+        if message.buffers:
             raise SessionError(
-                f"bucket {message.index} of a session with an update group is neither broadcast "
-                "whole nor sent by the trainer's ranks"
+                f"load {message.index} of a session with an update group is not broadcast"
             )
-        if message.receives:
-            self._receive_parts(message)
-            return
-        incoming = self._add_incoming(message, self._group, layout.nbytes)
+        incoming = self._add_incoming(message.index, self._group, layout.nbytes)
         flat = incoming.buffer[: layout.nbytes]
         incoming.transfers.append(Broadcast(flat, self._group))
 
-    def _receive_parts(self, message: LoadBucket) -> None:
+    def begin_round(self, message: LoadRound) -> None:
+        """Begin to receive a round that all trainer ranks send.
+
+        Raises:
+            SessionError: the round is of another group.
+        """
         # Wrong sizes would block all ranks of the group, so they are refused first.
-        group, receives = self._senders, message.receives
-        if group is None or any(len(sizes) != group.size() for sizes in receives):
-            nums = " or ".join(map(str, {len(sizes) for sizes in receives}))
+        group, sizes = self._senders, message.receives
+        if group is None or len(sizes) != group.size():
             raise SessionError(
-                f"bucket {message.index} is sent in a group of {nums} ranks, this engine is in "
+                f"load {message.index} is sent in a group of {len(sizes)} ranks, this engine is in "
                 f"{'none' if group is None else f'one of {group.size()}'}"
             )
-        incoming = self._add_incoming(message, group, sum(map(sum, receives)))
-        buffer, stop = incoming.buffer, 0
-        for sizes in receives:
-            start, stop = stop, stop + sum(sizes)
-            work = all_to_all(buffer[:0], [0] * len(sizes), buffer[start:stop], sizes, group)
-            incoming.transfers.append(Transfer(work, self._device))
+        buffer = self._add_incoming(message.index, group, sum(sizes)).buffer
+        work = all_to_all(buffer[:0], [0] * len(sizes), buffer[: sum(sizes)], sizes, group)
+        self._incoming[-1].transfers.append(Transfer(work, self._device))
 
-    def _add_incoming(self, message: LoadBucket, group: Any, nbytes: int) -> _IncomingBucket:
-        """Add the next bucket, before any of its bytes can come."""
-        buffer = self._buffer(message.index, nbytes)
-        self._incoming.append(_IncomingBucket(f"bucket {message.index}", group, buffer))
+    def _add_incoming(self, index: int, group: Any, nbytes: int) -> _IncomingLoad:
+        """Add the next load, before any of its bytes can come."""
+        self._incoming.append(_IncomingLoad(f"load {index}", group, self._buffer(index, nbytes)))
         return self._incoming[-1]
 
     def _buffer(self, index: int, nbytes: int) -> torch.Tensor:
-        """Return the buffer for the `index`-th bucket of a sync, at least `nbytes` long."""
-        number = index % NUM_BUFFERS  # the buffer of the bucket that came `NUM_BUFFERS` before
+        """Return the buffer for the `index`-th load of a session, at least `nbytes` long."""
+        number = index % NUM_BUFFERS  # the buffer of the load that came `NUM_BUFFERS` before
         if self._buffers[number].numel() < nbytes or self._buffers[number].device != self._device:
             self._sources.clear()
             self._buffers[number] = torch.empty(0, dtype=torch.uint8)  # free before growing
@@ -119,10 +115,10 @@ class GroupReceiver:
         return self._buffers[number]
 
     def has_arrived(self) -> bool:
-        """Return True if the oldest bucket that was begun is complete.
+        """Return True if the oldest load that was begun is complete.
 
         Raises:
-            BroadcastError: the bucket did not come in time, or a trainer rank is gone.
+            BroadcastError: the load did not come in time, or a trainer rank is gone.
         """
         oldest = self._incoming[0]
         return all(
@@ -130,8 +126,12 @@ class GroupReceiver:
         )
 
     def source(self, message: LoadBucket, nbytes: int) -> BucketSource:
-        """Return the source of the oldest bucket that was begun. The bucket must have arrived."""
-        return self._sources.of(message, {0: self._incoming.popleft().buffer}, nbytes)
+        """Return the source of the oldest load, a bucket that has arrived."""
+        return self._sources.of(message.index, self._incoming.popleft().buffer, nbytes)
+
+    def buffer(self, message: LoadRound) -> torch.Tensor:
+        """Return the buffer of the oldest load, a round that has arrived."""
+        return self._incoming.popleft().buffer
 
     def release(self) -> None:
         """End a session, and drop the buffers into which bytes may still come.

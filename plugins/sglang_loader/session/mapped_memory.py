@@ -1,31 +1,31 @@
-"""The trainer's memory as an engine process maps it, and the places of a session's buckets in it.
+"""The trainer's memory as an engine process maps it, and what a session's loads read there.
 
-Mapped buffers outlive a session, so that a later session need not map them again.
+Mapped buffers outlive a session, so that a later session need not map them again. The weight map of
+a pulled sync and its bases are stored likewise.
 """
 
 from __future__ import annotations
 
 import sys
-from collections import defaultdict, deque
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import partial
-from itertools import chain
+from collections.abc import Sequence
 
 import torch
 
-from sglang_loader.common.bucket_source import BucketMap, BucketSource
-from sglang_loader.common.layout import BucketLayout
+from sglang_loader.common.bucket_source import BucketMap, BucketPiece, BucketSource
+from sglang_loader.common.layout import WireError, digest_of
 from sglang_loader.common.session import messages as wire
 from sglang_loader.common.session.messages import SessionError
 from sglang_loader.common.shared_memory import map_buffer
-
-MAX_SOURCES = 2
-"""Cached sources for each bucket, which comes packed from the export or as pieces of parameters."""
+from sglang_loader.common.weight_map import (
+    ShardMemory,
+    WeightMap,
+    decode_bases,
+    decode_weight_map,
+)
 
 
 class MappedMemory:
-    """Buffers of the trainer that this process maps, from which it reads buckets in place.
+    """Buffers of the trainer that this process maps, from which it reads buckets or shards.
 
     An object serves one session after the other. `begin_session` comes first, `release` last. A
     buffer is mapped by name. At the end of a session the buffer is unmapped, unless the trainer
@@ -40,6 +40,10 @@ class MappedMemory:
         self._kept: set[str] = set()
         self._slots: dict[int, torch.Tensor] = {}
         self._sources = SourceCache()
+        self._stored: dict[str, bytes] = {}
+        self._weight_map: tuple[str, WeightMap] | None = None  # with its digest
+        self._shards: ShardMemory | None = None  # of the last pulled sync
+        self._shards_key: tuple[object, ...] = ()  # identifies its map, bases and blocks
         self._device = torch.device("cpu")
 
     def begin_session(self, device: torch.device) -> MappedMemory:
@@ -51,14 +55,23 @@ class MappedMemory:
     def names(self) -> list[str]:
         return list(self._mapped)
 
-    def begin_bucket(self, message: wire.LoadBucket, layout: BucketLayout) -> None:
-        """Map the buffers of the next bucket that are not mapped yet.
+    @property
+    def stored(self) -> list[str]:
+        """The digests of what is stored."""
+        return list(self._stored)
+
+    def store(self, data: bytes) -> None:
+        """Store bytes, which the session's LoadShards names by their digest."""
+        self._stored[digest_of(data)] = data
+
+    def map_buffers(self, buffers: Sequence[wire.SharedBuffer]) -> None:
+        """Map the buffers that are not mapped yet.
 
         Raises:
             SessionError: a buffer is not mapped, and its message has no handle.
             CannotMap: see `map_buffer`.
         """
-        for buffer in message.buffers:
+        for buffer in buffers:
             name = buffer.name
             if buffer.handle is not None:
                 self._mapped[name] = map_buffer(buffer.handle, self._device)
@@ -74,13 +87,63 @@ class MappedMemory:
 
     def source(self, message: wire.LoadBucket, nbytes: int) -> BucketSource:
         """Return the source of a bucket, as `SourceCache.of` does."""
-        return self._sources.of(message, self._slots, nbytes)
+        return self._sources.of(message.index, self.buffer(message), nbytes)
+
+    def buffer(self, message: wire.LoadBucket | wire.LoadRound) -> torch.Tensor:
+        """Return the staging buffer of a bucket or of a round.
+
+        Raises:
+            SessionError: the buffer is not mapped.
+        """
+        if message.slot not in self._slots:
+            raise SessionError(f"load {message.index} lies in slot {message.slot}: not mapped")
+        return self._slots[message.slot]
+
+    def weight_map(self, message: wire.LoadShards) -> WeightMap:
+        """Return the weight map that a message names. The same digest gives the same object.
+
+        Raises:
+            SessionError: the map was not stored, or is not one.
+        """
+        digest = message.weight_map
+        if self._weight_map is None or self._weight_map[0] != digest:
+            try:
+                self._weight_map = digest, decode_weight_map(self._data(digest))
+            except WireError as error:
+                raise SessionError(str(error)) from None
+        return self._weight_map[1]
+
+    def shards(self, message: wire.LoadShards) -> ShardMemory:
+        """Return the shards that a message names, whose blocks are mapped. Drop all else stored.
+
+        Raises:
+            SessionError: bytes were not stored, or a shard leaves its block.
+        """
+        weight_map = self.weight_map(message)
+        blocks = [self._slots[buffer.slot] for buffer in message.buffers]
+        key = message.weight_map, message.bases, *map(id, blocks)
+        # The same memory gives the same object, to which load plans have bound their copies.
+        if self._shards is None or self._shards_key != key:
+            try:
+                shards = ShardMemory(weight_map, decode_bases(self._data(message.bases)), blocks)
+            except WireError as error:
+                raise SessionError(str(error)) from None
+            self._shards, self._shards_key = shards, key
+        named = message.weight_map, message.bases
+        self._stored = {digest: self._stored[digest] for digest in named}
+        return self._shards
+
+    def _data(self, digest: str) -> bytes:
+        if digest not in self._stored:
+            raise SessionError(f"bytes {digest} were not stored")
+        return self._stored[digest]
 
     def release(self) -> None:
         """Unmap the buffers that the session did not ask to keep."""
         kept = {name: self._mapped[name] for name in self._kept}
         if len(kept) < len(self._mapped):
             self._sources.clear()
+            self._shards = None
         self._mapped, self._kept, self._slots = kept, set(), {}
 
     def release_all(self) -> None:
@@ -92,71 +155,32 @@ class MappedMemory:
 class SourceCache:
     """The bucket sources of earlier syncs, by the bucket's index.
 
-    The same pieces give the same `BucketMap`. The same pieces in the same memory give the same
-    `BucketSource`. A bucket may have thousands of pieces, and load plans bind their copies to its
-    map and source.
+    A bucket of the same size has the same `BucketMap`. In the same memory it has the same
+    `BucketSource`. Load plans bind their copies to both.
     """
 
     def __init__(self) -> None:
-        self._by_index: defaultdict[int, deque[_CachedSource]] = defaultdict(
-            partial(deque, maxlen=MAX_SOURCES)
-        )
+        self._by_index: dict[int, tuple[BucketMap, BucketSource | None]] = {}
 
-    def of(
-        self, message: wire.LoadBucket, slots: Mapping[int, torch.Tensor], nbytes: int
-    ) -> BucketSource:
-        """Return the source of the bucket that a message announces.
-
-        Args:
-            slots: the buffers of this session, by slot.
-            nbytes: size of the bucket, arranged or whole.
+    def of(self, index: int, buffer: torch.Tensor, nbytes: int) -> BucketSource:
+        """Return the source of a bucket that begins at the first byte of a buffer.
 
         Raises:
-            SessionError: a piece lies in no buffer, or exceeds the buffer or the bucket.
+            SessionError: the buffer is smaller than the bucket.
         """
-        entries = self._by_index[message.index]
-        entry = next((entry for entry in entries if entry.pieces == message.pieces), None)
-        if entry is None:
-            entry = _CachedSource(message.pieces, _map_of(message))
-            entries.append(entry)
-        # Nothing may read outside of the mapped buffers, or write outside of the bucket.
-        for slot, needed in entry.map.needs.items():
-            if slot not in slots:
-                raise SessionError(f"bucket {message.index} lies in slot {slot}: not mapped")
-            if slots[slot].numel() < needed:
-                raise SessionError(
-                    f"bucket {message.index} leaves its memory: it needs {needed} bytes of slot "
-                    f"{slot}, whose buffer has {slots[slot].numel()}"
-                )
-        if entry.map.nbytes > nbytes:
+        if buffer.numel() < nbytes:
             raise SessionError(
-                f"a piece of bucket {message.index} leaves the bucket's {nbytes} bytes"
+                f"load {index} leaves its memory: it has {nbytes} bytes, the buffer "
+                f"{buffer.numel()}"
             )
-        # The same memory gives the same source, to which plans have bound their copies.
-        memories = {slot: slots[slot] for slot in entry.map.needs}
-        source = entry.source
-        if source is None or any(source.memories[slot] is not memories[slot] for slot in memories):
-            source = entry.source = BucketSource(entry.map, memories)
+        known, source = self._by_index.get(index, (None, None))
+        if known is None or known.nbytes != nbytes:
+            known, source = BucketMap([BucketPiece(0, 0, 0, nbytes)]), None
+        if source is None or source.memories[0] is not buffer:
+            source = BucketSource(known, {0: buffer})
+        self._by_index[index] = known, source
         return source
 
     def clear(self) -> None:
         """Drop the references to all memory."""
-        for entry in chain.from_iterable(self._by_index.values()):
-            entry.source = None
-
-
-@dataclass
-class _CachedSource:
-    """The encoded pieces of a message, and the map and the last source made of them."""
-
-    pieces: bytes
-    map: BucketMap
-    source: BucketSource | None = None
-
-
-def _map_of(message: wire.LoadBucket) -> BucketMap:
-    try:
-        pieces = wire.decode(wire.PIECES, message.pieces)
-        return BucketMap(pieces)
-    except ValueError as error:
-        raise SessionError(f"bucket {message.index}: {error}") from None
+        self._by_index = {index: (known, None) for index, (known, _) in self._by_index.items()}

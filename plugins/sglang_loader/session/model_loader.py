@@ -9,15 +9,21 @@
 The first sync loads eagerly, while its load plan is recorded and checked bucket by bucket. Later
 syncs replay the plan. The plan may cease to hold: another layout, another expert map, a parameter
 at another address, a failed check. Then the model's own `load_weights` loads the rest of that sync,
-and the reason is logged once. The weights are right in either case. An arranged bucket holds only
-this rank's part, so that `load_weights` cannot load it. If the plan does not hold for an arranged
-bucket, the sync fails.
+and the reason is logged once. The weights are right in either case. Only rounds hold nothing but
+this rank's part, so that `load_weights` cannot load them: without a plan, such a sync fails.
+
+A sync from the trainer ranks' shards has no buckets:
+
+    rounds = loader.plan_table(shards, num_ranks, round_bytes)
+    loader.load_shards(shards)
+    for buffer in ...: loader.load_round(buffer)
+    outcome = loader.finish()
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -28,13 +34,13 @@ from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.naming import listed
 from sglang_loader.common.session.messages import MAKING_PLAN, SessionError
+from sglang_loader.common.weight_map import ShardMemory
 from sglang_loader.host_backup.backup import backup_of
-from sglang_loader.load_plan.arrange import ALL_WHOLE, ArrangedBuckets
-from sglang_loader.load_plan.executor import PlanExecutor
+from sglang_loader.load_plan.executor import PlanExecutor, TableRun
 from sglang_loader.load_plan.guard import DestinationProbe, context_change
-from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, PlanRefused
+from sglang_loader.load_plan.plan import LoadPlan, PlanRefused
+from sglang_loader.load_plan.rounds import Round
 from sglang_loader.load_plan.uses import BucketUses
-from sglang_loader.load_plan.verify import arrangement_difference
 from sglang_loader.session.recording import PlanRecorder, contents_of
 
 logger = logging.getLogger(__name__)
@@ -44,8 +50,6 @@ MAX_RECORDINGS = 3
 
 MAX_SYNCS_APART = 64
 """Eager syncs between two recordings: 1, then 2, 4, 8 and so on, up to this many."""
-
-WHOLE_BUCKETS = "partial buckets disabled on this TP rank, whole buckets will be sent"
 
 _ATTRIBUTE = "_verl_sglang_sync_loader"
 
@@ -68,16 +72,11 @@ class _LoadMode(Enum):
 
 @dataclass
 class _CheckedPlan:
-    """A load plan that was checked, with its executor and its probe.
-
-    Attributes:
-        arranged: the arrangements, or None before a trainer has asked for them.
-    """
+    """A load plan that was checked, with its executor and its probe."""
 
     plan: LoadPlan
     executor: PlanExecutor
     probe: DestinationProbe
-    arranged: ArrangedBuckets | None = None
 
 
 class ModelLoader:
@@ -100,6 +99,7 @@ class ModelLoader:
         self._unplannable: tuple[BucketLayout, str] | None = None  # first bucket, reason
         self._num_recordings = 0
         self._failed_replay: LoadPlan | None = None  # of this sync, which goes on eagerly
+        self._table_run: TableRun | None = None  # of this sync
         self._num_to_wait = 0  # eager syncs until the next recording
         self._num_replayed = 0
         self._uses_of_bucket: dict[int, BucketUses] = {}  # by index; complete if there is a plan
@@ -128,6 +128,7 @@ class ModelLoader:
         uses_plan = uses_plan and self._distrust is None
         self._context, self._reason = context, self._distrust
         self._num_replayed, self.uses, self._failed_replay = 0, [], None
+        self._table_run = None
         self._recorder.restart()
         self._addresses_checked = False
         if changed is not None:
@@ -142,17 +143,13 @@ class ModelLoader:
             is_doubted = self._doubt is not None and not proves_route
             self._load_mode = _LoadMode.EAGER if is_eager or is_doubted else _LoadMode.REPLAY
             self._reason = self._doubt if is_doubted else None
-        # The engine must not offer arrangements of a plan that does not hold.
-        if self.arranged.digest:
-            self.check_addresses()
 
     def check_addresses(self) -> None:
         """Drop the load plan if a tensor of the model is not where the plan writes it.
 
         Only the first call in a sync does something.
         """
-        # Called before the engine reports its arrangements. Without arrangements, called while the
-        # engine waits for the trainer, and at the latest before the first bucket is loaded.
+        # Called while the engine waits for the trainer, and at the latest before the first load.
         if self._addresses_checked:
             return
         self._addresses_checked = True
@@ -164,13 +161,6 @@ class ModelLoader:
     def plan(self) -> LoadPlan | None:
         """The plan by which later syncs will be loaded, or None."""
         return self._checked.plan if self._checked is not None else None
-
-    @property
-    def arranged(self) -> ArrangedBuckets:
-        """The buckets that may come arranged in this sync, once the sync has started."""
-        if self._checked is None or self._load_mode is not _LoadMode.REPLAY:
-            return ALL_WHOLE
-        return self._checked.arranged or ALL_WHOLE
 
     def doubt_plan(self, reason: str) -> None:
         """Load later syncs by `load_weights`, until the proof of another route is good.
@@ -194,44 +184,22 @@ class ModelLoader:
             if backup is not None:  # `load_weights` has just written what the plan writes
                 backup.define(plan)
 
-    def arrange(self) -> ArrangedBuckets:
-        """Return the buckets that may come arranged in later syncs.
-
-        The first call makes and checks the arrangements.
-        """
-        if self._checked is None:
-            return ALL_WHOLE
-        if self._checked.arranged is None:
-            try:
-                self._checked.arranged = _proved_arrangements(self._checked.plan)
-            except Exception as error:  # such as out of memory: another sync may have more
-                logger.error("%s: the check failed: %r", WHOLE_BUCKETS, error)
-                return ALL_WHOLE
-        return self._checked.arranged
-
-    def load(
-        self, index: int, layout: BucketLayout, source: BucketSource, *, arranged: bool = False
-    ) -> bool:
+    def load(self, index: int, layout: BucketLayout, source: BucketSource) -> bool:
         """Load the `index`-th bucket of the sync, asynchronously on a GPU.
 
         The source stays unchanged.
-
-        Args:
-            arranged: if True, only the bytes that this rank reads have come, as in `self.arranged`.
 
         Returns:
             True if all work is on the current stream: the plan was replayed without `load_weights`.
 
         Raises:
-            SessionError: the bucket is arranged, and no plan holds for it.
-            Exception: what `load_weights` raises, or the replay of an arranged bucket.
+            Exception: what `load_weights` raises.
         """
         self.check_addresses()
         is_planned = self._checked is not None and self._load_mode is not _LoadMode.RECORD
         if is_planned and (reason := self._replay_problem(index, layout)):
             self._drop_plan(reason)
-        arranged_plan = self._arranged_plan(index) if arranged else None
-        if self._load_mode is _LoadMode.REPLAY and self._replay(index, source, arranged_plan):
+        if self._load_mode is _LoadMode.REPLAY and self._replay(index, source):
             return self.plan is not None and not self.plan.buckets[index].rest.tensors
         # Here the plan does not hold, or there is none yet: load eagerly, and record if possible.
         is_first = index == 0 and self._load_mode is _LoadMode.RECORD
@@ -245,16 +213,82 @@ class ModelLoader:
             self._load_eagerly(index, layout, buffer)
         return False
 
-    def _arranged_plan(self, index: int) -> BucketPlan:
-        """Return the plan that loads an arranged bucket."""
-        arranged = self.arranged.bucket(index)
-        if arranged is None:
-            reason = self._reason or "it has no arrangement of this bucket"
-            raise SessionError(f"bucket {index} came in part, only for the load plan: {reason}")
-        return arranged.plan
+    def plan_table(self, shards: ShardMemory, num_ranks: int, round_bytes: int) -> Sequence[Round]:
+        """Prepare a sync from the trainer ranks' shards, by the copy table if a load plan holds.
+
+        Call `load_shards` next, and then `load_round` for each round.
+
+        Returns:
+            The rounds in which the shards must come that are not mapped.
+
+        Raises:
+            SessionError: shards are not mapped, and no load plan holds.
+        """
+        self.check_addresses()
+        if self._load_mode is _LoadMode.REPLAY:
+            assert self._checked is not None
+            reason = self._table_problem(shards.weight_map.layouts)
+            if reason is None:
+                try:
+                    self._table_run = self._checked.executor.table_run(
+                        shards, num_ranks, round_bytes
+                    )
+                    return self._table_run.rounds
+                except Exception as error:
+                    reason = f"no copy table: {error!r}"
+            self._drop_plan(reason)
+        if not shards.are_mapped:
+            reason = self._reason or "it has none"
+            raise SessionError(f"weights were to be sent for the load plan of the engine: {reason}")
+        return ()
+
+    def load_shards(self, shards: ShardMemory) -> bool:
+        """Load all that needs no round, asynchronously on a GPU.
+
+        Without a load plan, `load_weights` loads one bucket after the other.
+
+        Returns:
+            True if all work is on the current stream.
+
+        Raises:
+            Exception: what `load_weights` raises, or the replay of a sync that has rounds.
+        """
+        if self._table_run is not None:
+            try:
+                self._table_run.begin()
+                return self._note_table_progress()
+            except Exception as error:
+                assert self._checked is not None
+                if self._table_run.rounds or any(b.live_in for b in self._checked.plan.buckets):
+                    raise  # `load_weights` adds to bytes that may be half changed, or lacks bytes
+                self._table_run = None
+                self._go_on_eagerly(f"the replay by the copy table failed: {error!r}")
+        for index, layout in enumerate(shards.weight_map.layouts):
+            self.load(index, layout, shards.source(index))
+        return False
+
+    def load_round(self, buffer: torch.Tensor) -> bool:
+        """Load the next round, asynchronously on a GPU. Return True as `load_shards` does."""
+        assert self._table_run is not None, "rounds come only for a copy table"
+        self._table_run.load_round(buffer)
+        return self._note_table_progress()
+
+    def _note_table_progress(self) -> bool:
+        assert self._checked is not None and self._table_run is not None
+        plan = self._checked.plan
+        if self._table_run.is_complete:
+            for index in range(len(plan.buckets)):
+                self._note_replayed(index)
+        return not plan.num_rest
 
     def finish(self) -> SyncOutcome:
-        """End a sync that has brought all of its buckets."""
+        """End a sync that has brought everything.
+
+        Raises:
+            SessionError: rounds are missing.
+        """
+        if (run := self._table_run) is not None and not run.is_complete:
+            raise SessionError(f"{run.num_loaded} of {len(run.rounds)} rounds came")
         if self._load_mode is _LoadMode.RECORD:
             self._compile()
             self._reason = self._reason or MAKING_PLAN
@@ -306,26 +340,39 @@ class ModelLoader:
             return f"bucket {index} has another layout than the plan's"
         return None
 
-    def _replay(self, index: int, source: BucketSource, arranged_plan: BucketPlan | None) -> bool:
+    def _table_problem(self, layouts: Sequence[BucketLayout]) -> str | None:
+        """Return the reason why the plan cannot load a sync of these buckets, or None."""
+        assert self._checked is not None
+        num_planned = len(self._checked.plan.buckets)
+        if len(layouts) != num_planned:
+            return f"the plan has {num_planned} buckets, the sync {len(layouts)}"
+        reasons = (self._replay_problem(index, layout) for index, layout in enumerate(layouts))
+        return next(filter(None, reasons), None)
+
+    def _replay(self, index: int, source: BucketSource) -> bool:
         """Replay a bucket. Return False if that failed and the rest of the sync must be eager."""
         assert self._checked is not None
         try:
-            self._checked.executor.replay(index, source, arranged_plan)
+            self._checked.executor.replay(index, source)
         except Exception as error:
-            failed = self._checked.plan
-            if arranged_plan is not None:
-                raise  # `load_weights` needs the whole bucket
-            if failed.buckets[index].live_in:
+            if self._checked.plan.buckets[index].live_in:
                 raise  # `load_weights` adds to bytes that may be half changed
-            self._drop_plan(f"the replay of bucket {index} failed: {error!r}")
-            self._failed_replay = failed
-            self._load_mode = _LoadMode.EAGER  # a recording needs more memory, and may fail, too
+            self._go_on_eagerly(f"the replay of bucket {index} failed: {error!r}")
             return False
+        self._note_replayed(index)
+        return True
+
+    def _go_on_eagerly(self, reason: str) -> None:
+        """Drop the plan after a failed replay, which `load_weights` repeats."""
+        self._failed_replay = self.plan
+        self._drop_plan(reason)
+        self._load_mode = _LoadMode.EAGER  # a recording needs more memory, and may fail, too
+
+    def _note_replayed(self, index: int) -> None:
         self._num_replayed += 1
         uses = self._uses_of_bucket[index]
         # These contents are of the recording. A replayed bucket gets no digests.
         self.uses.append(replace(uses, contents={}) if uses.contents else uses)
-        return True
 
     def _record(self, index: int, layout: BucketLayout, buffer: torch.Tensor) -> None:
         uses, reason = self._recorder.record(layout, buffer)
@@ -395,18 +442,6 @@ class ModelLoader:
             self._logged.add(reason)
             name = type(self.model).__name__
             logger.warning("%s: load_weights loads buckets, not the load plan: %s", name, reason)
-
-
-def _proved_arrangements(plan: LoadPlan) -> ArrangedBuckets:
-    """Make the arrangements of a plan, or return `ALL_WHOLE` if one would load other bytes."""
-    arrangements = ArrangedBuckets.of(plan.buckets)
-    for index, arranged in enumerate(arrangements.buckets):
-        if arranged is not None:
-            reason = arrangement_difference(plan.buckets[index], arranged, plan.destinations)
-            if reason is not None:
-                logger.error("%s: bucket %d: %s", WHOLE_BUCKETS, index, reason)
-                return ALL_WHOLE
-    return arrangements
 
 
 def loader_of(model: Any) -> ModelLoader:

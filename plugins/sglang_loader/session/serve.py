@@ -1,4 +1,4 @@
-"""The engine's end of one session: it loads the buckets of one sync as the trainer announces them.
+"""The engine's end of one session: it loads the weights of one sync as the trainer announces them.
 
 `hooks.weights` has each TP worker serve a `Session` for the request that opens the session:
 
@@ -6,8 +6,9 @@
     session.await_commit()       # all TP ranks have loaded: report that, and wait for the Commit
     session.conclude(failures)   # report the outcome of all TP ranks
 
-The engine sends `BucketDone` after the stream has finished with a bucket. From then on the trainer
-may write into the bucket's buffer again.
+A *load* is one bucket, or what the copy table reads of mapped shards, or one round of sent shards.
+The engine sends `LoadDone` after the stream has finished with a load. From then on the trainer may
+write into its memory again.
 """
 
 from __future__ import annotations
@@ -20,19 +21,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
 from sglang_loader.common.copies.strided import synchronize
-from sglang_loader.common.layout import BucketLayout, decode_layout
+from sglang_loader.common.layout import BucketLayout, decode_layout, digest_of
 from sglang_loader.common.naming import listed
-from sglang_loader.common.regions.arrangement import arranged_nbytes
+from sglang_loader.common.rounds import SentRound, encode_rounds
 from sglang_loader.common.session import messages as wire
 from sglang_loader.common.session.channel import engine_end
 from sglang_loader.common.session.messages import FromTrainer, SessionDescriptor, SessionError
 from sglang_loader.common.shared_memory import CannotMap, host_id
-from sglang_loader.load_plan.arrange import ALL_WHOLE, ArrangedBuckets
 from sglang_loader.load_plan.plan import LoadPlan
 from sglang_loader.session.group_receiver import GroupReceiver
 from sglang_loader.session.mapped_memory import MappedMemory
@@ -43,6 +43,7 @@ from sglang_loader.upstream import device_of, engine_context, tp_rank
 logger = logging.getLogger(__name__)
 
 Message = TypeVar("Message", bound=FromTrainer)
+Load: TypeAlias = wire.LoadBucket | wire.LoadShards | wire.LoadRound
 
 HANDSHAKE_TIMEOUT_S = 120.0  # the trainer opens sessions with all replicas before it answers
 POLL_S = 0.0001
@@ -77,7 +78,7 @@ receiver = GroupReceiver()
 
 
 def _when_done(device: torch.device, *, on_current_stream: bool) -> torch.cuda.Event | None:
-    """Return the event of a bucket that was launched, or None if the bucket is done."""
+    """Return the event of a load that was launched, or None if the load is done."""
     if device.type != "cuda" or not on_current_stream:
         # A loader that may use other streams is waited for at once.
         synchronize(device)
@@ -132,15 +133,16 @@ class Session:
             self._limit_s += GROUP_GRACE_S
             self._received = receiver.begin_session(group, senders, device, self._limit_s)
         self._loaded: list[BucketLayout] = []
-        self._announced: deque[tuple[wire.LoadBucket, BucketLayout]] = deque()  # not yet begun
-        self._begun: deque[tuple[wire.LoadBucket, BucketLayout]] = deque()  # not yet launched
+        self._num_loads = 0  # announced
+        self._by_table = False
+        self._announced: deque[Load] = deque()  # not yet begun
+        self._begun: deque[Load] = deque()  # not yet launched
         self._in_flight: deque[tuple[int, torch.cuda.Event | None]] = deque()  # launched, in order
-        self._arranged = ALL_WHOLE
+        self._rounds: deque[ModelLoader] = deque()  # by which model each round is to be loaded
         self._held: HeldWeights | None = None  # what a proof compares with
         self._outcome: SyncOutcome | None = None  # of a session that has loaded everything
         self.differing: list[str] = []
         self._num_alike = 0
-        self._new_arrangements: bytes | None = None
         self._seconds = dict.fromkeys(("waiting", "launching", "copying"), 0.0)
         self._has_released = self._has_failed = False
         self._channel = engine_end(descriptor.endpoint, is_signed=bool(descriptor.group))
@@ -176,7 +178,6 @@ class Session:
                 differing=self.differing,
                 num_alike=self._num_alike,
                 host=host_id(),
-                arrangements=self._new_arrangements,
                 seconds=dict(self._seconds),
             )
             commit = _expected(wire.Commit, self._channel.receive())
@@ -224,13 +225,11 @@ class Session:
                 is_eager=self._descriptor.proof == "served",
                 proves_route=self._descriptor.proof == "route",
             )
-        # The trainer may send no more than this: each loader has checked its plan in `start`.
-        self._arranged = common_arrangements([loader.arranged for loader in self._loaders])
         self._channel.send(
             wire.Hello,
             buffers=mapped.names,
+            stored=mapped.stored,
             plan=name_of([loader.plan for loader in self._loaders]),
-            arrangements=self._arranged.digest,
             wants_proof=self._wants_proof,
         )
         # Work that needs no bytes of the trainer, while the trainer waits for all engines.
@@ -241,13 +240,14 @@ class Session:
         self._begin_proof()
         while True:
             message = self._next_message()
-            if isinstance(message, wire.LoadBucket):  # loaded while the next messages come
-                self._announce(message)
+            if isinstance(message, Load):
+                self._announce(message)  # loaded while the next messages come
+            elif isinstance(message, wire.Store):
+                self._mapped.store(message.data)
             elif isinstance(message, wire.Finish):
                 self._load_remaining()
                 self._outcome = self._finish(message)
                 self._end_proof()
-                self._new_arrangements = self._arrangements_beside(message.arrangements)
                 return
             else:
                 _expected(wire.LoadBucket, message)
@@ -298,19 +298,19 @@ class Session:
             )
 
     def _next_message(self) -> FromTrainer:
-        """Return the trainer's next message. Until it comes, launch and report buckets."""
+        """Return the trainer's next message. Until it comes, launch and report loads."""
         while self._advance() and not self._channel.has_message():
             pass
         with self._spending("waiting"):
             return self._channel.receive()
 
     def _advance(self) -> bool:
-        """Report finished buckets, begin others, launch the next. Return False if none is left."""
+        """Report finished loads, begin others, launch the next. Return False if none is left."""
         self._report_finished()
-        self._begin_buckets()
-        if self._begun and self._memory_of(self._begun[0][0]).has_arrived():
+        self._begin_loads()
+        if self._begun and self._memory_of(self._begun[0]).has_arrived():
             with self._spending("launching"):
-                self._load(*self._begun.popleft())
+                self._launch(self._begun.popleft())
         elif self._begun or self._in_flight:
             with self._spending("copying" if self._in_flight else "waiting"):
                 time.sleep(POLL_S)
@@ -319,37 +319,42 @@ class Session:
         return True
 
     def _report_finished(self) -> None:
-        """Report the oldest buckets with which the device has finished."""
+        """Report the oldest loads with which the device has finished."""
         while self._in_flight:
             index, event = self._in_flight[0]
             if event is not None and not event.query():
                 return
             self._in_flight.popleft()
-            self._channel.send(wire.BucketDone, index=index)
+            self._channel.send(wire.LoadDone, index=index)
 
-    def _begin_buckets(self) -> None:
+    def _begin_loads(self) -> None:
         while self._announced:
-            message, layout = self._announced[0]
+            message = self._announced[0]
             memory = self._memory_of(message)
             if len(self._begun) + len(self._in_flight) >= memory.max_unread:
                 return
-            memory.begin_bucket(message, layout)
+            if memory is self._mapped:
+                self._mapped.map_buffers(message.buffers)
+            elif isinstance(message, wire.LoadRound):
+                receiver.begin_round(message)
+            elif isinstance(message, wire.LoadBucket):
+                receiver.begin_bucket(message, decode_layout(message.layout))
             self._begun.append(self._announced.popleft())
             if memory is self._received:
                 self._channel.send(wire.Receiving, index=message.index)
 
-    def _memory_of(self, message: wire.LoadBucket) -> MappedMemory | GroupReceiver:
-        """Return the memory that a bucket comes to: the group's receiver, or mapped memory."""
+    def _memory_of(self, message: Load) -> MappedMemory | GroupReceiver:
+        """Return the memory that a load comes to: the group's receiver, or mapped memory."""
         if self._received is None:
             return self._mapped
-        if not message.read_only:
+        if not isinstance(message, wire.LoadShards):
             return self._received
-        if self._descriptor.host != host_id():  # the descriptor is signed, unlike the messages
-            raise SessionError(f"bucket {message.index} lies in memory of another host")
+        if message.buffers and message.host != host_id():
+            raise SessionError("the trainer's parameters lie in memory of another host")
         return self._mapped
 
     def _load_remaining(self) -> None:
-        """Load all announced buckets, wait for the device, and report the buckets."""
+        """Load all that was announced, wait for the device, and report the loads."""
         while self._announced or self._begun:
             self._advance()
             if self._channel.has_message():
@@ -366,50 +371,78 @@ class Session:
         yield
         self._seconds[stage] = self._seconds.get(stage, 0.0) + time.perf_counter() - started
 
-    def _announce(self, message: wire.LoadBucket) -> None:
-        # Buckets are announced in order, and none twice.
-        expected = len(self._loaded) + len(self._begun) + len(self._announced)
-        if message.index != expected:
-            raise SessionError(f"got bucket {message.index}, expected {expected}")
-        self._announced.append((message, decode_layout(message.layout)))
+    def _announce(self, message: Load) -> None:
+        # Loads are announced in order, and none twice. Buckets and the copy table do not mix.
+        is_first = not self._num_loads
+        by_table = isinstance(message, wire.LoadShards) if is_first else self._by_table
+        fits = isinstance(message, wire.LoadBucket) != by_table
+        fits = fits and isinstance(message, wire.LoadShards) == (is_first and by_table)
+        if message.index != self._num_loads or not fits:
+            raise SessionError(
+                f"got {type(message).__name__} {message.index}, expected load {self._num_loads}"
+            )
+        self._by_table = by_table
+        self._num_loads += 1
+        self._announced.append(message)
 
-    def _load(self, message: wire.LoadBucket, layout: BucketLayout) -> None:
-        self._steps.before_loading(layout)
+    def _launch(self, message: Load) -> None:
         # All models of the session load the same bytes: a draft model and its target.
-        nbytes = self._arranged_nbytes(message) if message.arranged else layout.nbytes
-        source = self._memory_of(message).source(message, nbytes)
-        replayed = [
-            loader.load(message.index, layout, source, arranged=message.arranged)
-            for loader in self._loaders
-        ]
-        self._loaded.append(layout)
-        event = _when_done(self._device, on_current_stream=all(replayed))
+        if isinstance(message, wire.LoadShards):
+            on_stream = self._launch_shards(message)
+        elif isinstance(message, wire.LoadRound):
+            on_stream = self._launch_round(message)
+        else:
+            layout = decode_layout(message.layout)
+            self._steps.before_loading(layout)
+            source = self._memory_of(message).source(message, layout.nbytes)
+            replayed = [loader.load(message.index, layout, source) for loader in self._loaders]
+            self._loaded.append(layout)
+            on_stream = all(replayed)
+        event = _when_done(self._device, on_current_stream=on_stream)
         self._in_flight.append((message.index, event))
 
-    def _arranged_nbytes(self, message: wire.LoadBucket) -> int:
-        """Return the size of an arranged bucket."""
-        arranged = self._arranged.bucket(message.index)
-        if arranged is None or message.read_only:
-            raise SessionError(
-                f"bucket {message.index} came in part: this engine rank reads it whole in this sync"
-            )
-        return arranged_nbytes(arranged.arrangement)
+    def _launch_shards(self, message: wire.LoadShards) -> bool:
+        """Load what the copy table reads of mapped shards, and report what must be sent.
 
-    def _arrangements_beside(self, trainer_has: str | None) -> bytes | None:
-        """Return the arrangements for later syncs. None if the trainer has them or wants none."""
-        if trainer_has is None:
-            return None
-        common = common_arrangements([loader.arrange() for loader in self._loaders])
-        return common.encoded if common.digest not in ("", trainer_has) else None
+        Returns:
+            True if all work is on the current stream.
+        """
+        shards = self._mapped.shards(message)
+        sent: list[SentRound] = []
+        for loader in self._loaders:
+            rounds = loader.plan_table(shards, message.num_ranks, message.round_bytes)
+            self._rounds += [loader] * len(rounds)
+            sent += [each.sent for each in rounds]
+        if not shards.are_mapped:
+            data = encode_rounds(sent)
+            digest = digest_of(data)
+            is_known = digest == message.rounds
+            self._channel.send(wire.Rounds, digest=digest, data=None if is_known else data)
+        for layout in shards.weight_map.layouts:
+            self._steps.before_loading(layout)
+        self._loaded += shards.weight_map.layouts
+        replayed = [loader.load_shards(shards) for loader in self._loaders]
+        return all(replayed)
+
+    def _launch_round(self, message: wire.LoadRound) -> bool:
+        """Load a round. Return True if all work is on the current stream."""
+        memory = self._memory_of(message)
+        buffer = memory.buffer(message)
+        if not self._rounds:
+            # Other engine ranks of the group still have rounds.
+            if sum(message.receives) or memory is self._mapped:
+                raise SessionError(f"load {message.index} came after all rounds of this rank")
+            return True
+        return self._rounds.popleft().load_round(buffer)
 
     def _finish(self, finish: wire.Finish) -> SyncOutcome:
         """Check that every tensor came exactly once, and end the sync of all loaders."""
         # A lost or repeated message must not publish a part of the weights.
         num_tensors = sum(len(layout.tensors) for layout in self._loaded)
-        if (finish.num_buckets, finish.num_tensors) != (len(self._loaded), num_tensors):
+        if (finish.num_loads, finish.num_tensors) != (self._num_loads, num_tensors):
             raise SessionError(
-                f"{num_tensors} tensors in {len(self._loaded)} buckets came, the trainer "
-                f"sent {finish.num_tensors} in {finish.num_buckets}"
+                f"{num_tensors} tensors in {self._num_loads} loads came, the trainer sent "
+                f"{finish.num_tensors} in {finish.num_loads}"
             )
         if not self._loaded:
             raise SessionError("the trainer sent no tensor")
@@ -470,9 +503,3 @@ def _check_distinct(layouts: tuple[BucketLayout, ...]) -> None:
     if repeated := [name for name, count in counts.items() if count > 1]:
         raise SessionError(f"tensors came more than once: {listed(repeated)}")
     _last_distinct = layouts
-
-
-def common_arrangements(by_model: Sequence[ArrangedBuckets]) -> ArrangedBuckets:
-    """Return the arrangements that all of these models share, else `ALL_WHOLE`."""
-    digests = {arrangements.digest for arrangements in by_model}
-    return by_model[0] if len(digests) == 1 else ALL_WHOLE

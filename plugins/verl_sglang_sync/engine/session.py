@@ -4,8 +4,8 @@ with TrainerSession(sockets, settings, names) as session:
     ...                                   # session.descriptor goes with the HTTP request
     while not session.accept(watch, wait_s=1): ...
     slot = session.map_buffer(storage, keep=False)
-    session.load(0, bucket, encode_pieces([BucketPiece(slot, 0, 0, nbytes)]), read_only=False)
-    session.finish(num_buckets=1, num_tensors=3, arrangements=None)
+    session.load(0, bucket, slot)
+    session.finish(num_tensors=3)
     ...                                   # until session.loaded, see `engine_ranks.wait_for`
     session.commit(watch, is_last=True)   # once all ranks have come so far
     session.wait_until_published()
@@ -16,10 +16,12 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
+from sglang_loader.common.layout import digest_of
 from sglang_loader.common.session import messages as wire
 from sglang_loader.common.session.channel import Channel, trainer_end, trainer_end_on_network
 from sglang_loader.common.session.folder import SessionFolder
@@ -29,7 +31,7 @@ from sglang_loader.common.session.messages import (
     SessionDescriptor,
     SessionError,
 )
-from sglang_loader.common.shared_memory import BufferHandle, drop_references, host_id
+from sglang_loader.common.shared_memory import BufferHandle, drop_references
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.sources.bucket_cutter import Bucket
 from verl_sglang_sync.sources.memory_blocks import Block, BlockNames, share_block
@@ -57,6 +59,18 @@ class Misfit(EngineFailed):
 
 class BlockNotMapped(RuntimeError):
     """The engine no longer maps memory for which this rank has no new handle."""
+
+
+@dataclass(frozen=True)
+class StoredBytes:
+    """Bytes that engines store, and the digest by which messages name them."""
+
+    data: bytes
+    digest: str
+
+    @classmethod
+    def of(cls, data: bytes) -> StoredBytes:
+        return cls(data, digest_of(data))
 
 
 class SessionSockets:
@@ -120,10 +134,11 @@ class TrainerSession:
     Attributes:
         descriptor: encoded, for the request that opens the session.
         plan: name of the engine's load plan, as of its Hello, or "" if it has none.
-        arrangements: digest of the engine's arrangements for this sync, likewise.
         wants_proof: a user has asked the engine's server for a proof, likewise.
-        num_done: number of buckets that the engine has read, as of the last `poll`.
-        num_receiving: number of buckets that it has begun to receive, likewise.
+        num_loads: number of loads that were requested: buckets, or mapped shards and rounds.
+        num_done: number of loads that the engine has done, as of the last `poll`.
+        num_receiving: number of loads that it has begun to receive, or maps, likewise.
+        rounds: the engine's Rounds, or None before they have come.
         loaded: the engine's Loaded, or None before it has come.
     """
 
@@ -152,7 +167,6 @@ class TrainerSession:
             manifest_check=settings.manifest_check,
             proof=proof,
             syncs_draft=settings.syncs_draft,
-            host=host_id(),
             group=group,
             senders=senders,
         )
@@ -167,9 +181,11 @@ class TrainerSession:
         self._mapped: set[str] = set()
         self._slots: dict[str, int] = {}
         self._unsent: list[wire.SharedBuffer] = []
-        self.num_done = self.num_receiving = 0
+        self._stored: set[str] = set()  # digests of what the engine has stored
+        self.num_loads = self.num_done = self.num_receiving = 0
         self.loaded: Loaded | None = None
-        self.plan = self.arrangements = ""
+        self.rounds: wire.Rounds | None = None
+        self.plan = ""
         self.wants_proof = False
 
     def accept(self, watch: Callable[[], None], *, wait_s: float) -> bool:
@@ -185,9 +201,8 @@ class TrainerSession:
         if not self._channel.wait(wait_s, watch):
             return False
         hello = self._receive(wire.Hello)
-        self._mapped = set(hello.buffers)
-        self.plan, self.arrangements = hello.plan, hello.arrangements
-        self.wants_proof = hello.wants_proof
+        self._mapped, self._stored = set(hello.buffers), set(hello.stored)
+        self.plan, self.wants_proof = hello.plan, hello.wants_proof
         self._sent.drop_all_but(self._mapped)  # left by an engine that died, or a failed session
         self._send(wire.Welcome)
         return True
@@ -218,9 +233,9 @@ class TrainerSession:
     def map_blocks(
         self, names: Sequence[str], handles: Mapping[str, BufferHandle], *, keep: bool
     ) -> None:
-        """Announce blocks of the trainer ranks' parameters, mapped with the first bucket.
+        """Announce blocks of the trainer ranks' parameters, which `load_shards` has mapped.
 
-        The slot of a block is its position, by which the pieces name it.
+        The slot of a block is its position, by which the bases name it.
 
         Raises:
             BlockNotMapped: the engine has not mapped a block that has no handle.
@@ -248,28 +263,58 @@ class TrainerSession:
         slot = self._slots[name] = len(self._slots)
         self._unsent.append(wire.SharedBuffer(slot=slot, name=name, handle=handle, keep=keep))
 
-    def load(
-        self,
-        index: int,
-        bucket: Bucket,
-        pieces: bytes,
-        *,
-        read_only: bool,
-        arranged: bool = False,
-        receives: Sequence[list[int]] = (),
-    ) -> None:
+    def load(self, index: int, bucket: Bucket, slot: int) -> None:
         """Request a bucket's load, see `LoadBucket`. Its memory must not change until then."""
         buffers, self._unsent = self._unsent, []
+        self.num_loads += 1
+        self._send(wire.LoadBucket, index=index, buffers=buffers, slot=slot, layout=bucket.encoded)
+
+    def load_shards(
+        self,
+        weight_map: StoredBytes,
+        bases: StoredBytes,
+        *,
+        host: str,
+        num_ranks: int,
+        round_bytes: int,
+        rounds: str,
+    ) -> None:
+        """Request the load of a whole sync, from the blocks that `map_blocks` has announced.
+
+        The parameters must not change until the sync is over.
+
+        Args:
+            bases: of the shards of the map, as this engine rank reads them.
+            host: see `LoadShards`, as for the other arguments.
+        """
+        for stored in (weight_map, bases):
+            if stored.digest not in self._stored:
+                self._send(wire.Store, data=stored.data)
+        buffers, self._unsent = self._unsent, []
         self._send(
-            wire.LoadBucket,
-            index=index,
+            wire.LoadShards,
+            index=0,
             buffers=buffers,
-            pieces=pieces,
-            layout=bucket.encoded,
-            read_only=read_only,
-            arranged=arranged,
+            host=host,
+            weight_map=weight_map.digest,
+            bases=bases.digest,
+            num_ranks=num_ranks,
+            round_bytes=round_bytes,
+            rounds=rounds,
+        )
+        self.num_loads = self.num_receiving = 1
+
+    def load_round(self, *, slot: int = 0, receives: Sequence[int] = ()) -> None:
+        """Request the load of the next round, see `LoadRound`."""
+        buffers, self._unsent = self._unsent, []
+        self._send(
+            wire.LoadRound,
+            index=self.num_loads,
+            buffers=buffers,
+            slot=slot,
             receives=list(receives),
         )
+        self.num_loads += 1
 
     def poll(self) -> None:
         """Process the engine's messages without waiting.
@@ -283,18 +328,22 @@ class TrainerSession:
             message = self._next()
             if isinstance(message, wire.Receiving):
                 self.num_receiving = _counted(message, self.num_receiving)
+            elif isinstance(message, wire.Rounds):
+                self.rounds = message
             elif isinstance(message, Loaded):
                 self.loaded = message
             else:
-                self.num_done = _counted(_expected(wire.BucketDone, message), self.num_done)
+                self.num_done = _counted(_expected(wire.LoadDone, message), self.num_done)
 
     def wait_briefly(self) -> None:
         self._channel.wait_briefly()
 
-    def finish(self, *, num_buckets: int, num_tensors: int, arrangements: str | None) -> None:
-        """Report that all buckets were announced, see `Finish`."""
+    def finish(self, *, num_tensors: int) -> None:
+        """Report that everything was announced, see `Finish`."""
         self._send(
-            wire.Finish, num_buckets=num_buckets, num_tensors=num_tensors, arrangements=arrangements
+            wire.Finish,
+            num_loads=self.num_loads,
+            num_tensors=num_tensors,
         )
 
     def commit(self, watch: Callable[[], None], *, is_last: bool) -> None:
@@ -365,11 +414,11 @@ def _expected(kind: type[Message], message: FromEngine) -> Message:
     return message
 
 
-def _counted(message: wire.Receiving | wire.BucketDone, number: int) -> int:
-    """Check that the message is for bucket `number`, and return the next number."""
+def _counted(message: wire.Receiving | wire.LoadDone, number: int) -> int:
+    """Check that the message is for load `number`, and return the next number."""
     if message.index != number:
         name = type(message).__name__
-        raise SessionError(f"expected {name} of bucket {number}, got that of {message.index}")
+        raise SessionError(f"expected {name} of load {number}, got that of {message.index}")
     return number + 1
 
 

@@ -22,12 +22,14 @@ import torch
 
 from sglang_loader.common.broadcast.broadcast import POLL_S, Broadcast, BroadcastError, Transfer
 from sglang_loader.common.ranks import Ranks
-from sglang_loader.common.session.messages import BucketPiece, PeerLost, encode_pieces
+from sglang_loader.common.session.messages import PeerLost
 from verl_sglang_sync.engine.engine_ranks import EngineRank, poll
 from verl_sglang_sync.ranks import AGREE_EVERY_S
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.route import Delivery, Poll, ReadyBucket
-from verl_sglang_sync.routes.shards.all_to_all import NUM_TRAVELLING
+
+NUM_TRAVELLING = 2
+"""The number of buckets, or of rounds, in transfer at a time, each in its own memory."""
 
 REASON_WAIT_S = 2.0
 """The time to wait after a failed transfer for the reason from the engine at fault."""
@@ -123,15 +125,14 @@ class BroadcastDelivery(GroupDelivery):
     def deliver(self, ready: ReadyBucket) -> None:
         """Announce a bucket, and broadcast the bucket as soon as all engines receive."""
         index, bucket = ready.index, ready.bucket
-        pieces = encode_pieces([BucketPiece(0, 0, 0, ready.nbytes)])
         for engine in self._engines:
             with engine.naming_errors():
-                engine.session.load(index, bucket, pieces, read_only=False)
+                engine.session.load(index, bucket, slot=0)
         with self._report.stage("load"):
             self._wait(index + 1)
         assert ready.storage is not None, "a broadcast bucket is packed"
         flat = torch.empty(0, dtype=torch.uint8, device=ready.storage.device).set_(ready.storage)
-        self._travelling.append((index, Broadcast(flat[: ready.nbytes], self._group)))
+        self._travelling.append((index, Broadcast(flat[: bucket.layout.nbytes], self._group)))
 
     def make_room(self) -> None:
         """Wait until the staging buffer for the next bucket has been sent."""

@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from itertools import chain, islice
 
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.routes.route import ReadyBucket, SyncSource
+from verl_sglang_sync.routes.route import Delivery, ReadyBucket, Sending, SyncSource
 from verl_sglang_sync.routes.staging_ring import StagingRing
 from verl_sglang_sync.sources.bucket_cutter import BucketCutter
 from verl_sglang_sync.sources.comparison import Comparison
@@ -33,7 +33,6 @@ class ExportedBuckets(SyncSource):
     ring: StagingRing | None
     report: SyncReport
     _: KW_ONLY
-    asks_for_arrangements: bool
     comparison: Comparison | None = None
 
     def __post_init__(self) -> None:
@@ -42,8 +41,12 @@ class ExportedBuckets(SyncSource):
     def start(self) -> None:
         self._buckets = chain([*islice(self._buckets, 1)], self._buckets)
 
-    def __iter__(self) -> Iterator[ReadyBucket]:
-        return self._buckets
+    def send(self, sessions: Sending, delivery: Delivery) -> None:
+        for ready in self._buckets:
+            delivery.deliver(ready)
+            sessions.count(ready.bucket)
+            if not ready.bucket.is_last:
+                delivery.make_room()
 
     def drain(self) -> None:
         """Iterate the rest of the export, because its collectives need every rank."""
@@ -65,7 +68,7 @@ class ExportedBuckets(SyncSource):
             if self.ring is not None:
                 with self.report.stage("pack"):
                     storage = self.ring.pack(batch)
-                ready = replace(ready, storage=storage, nbytes=batch.bucket.layout.nbytes)
+                ready = replace(ready, storage=storage)
                 held = self.ring.nbytes
                 self.report.staging_bytes = max(self.report.staging_bytes, held)
             if self.comparison is not None:

@@ -1,11 +1,10 @@
-"""Delivery of exported and exchanged buckets through staging buffers that the engine maps."""
+"""Delivery of exported buckets through staging buffers that the engine maps."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from sglang_loader.common.session.messages import BucketPiece, encode_pieces
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.engine_ranks import EngineRank, wait_for
 from verl_sglang_sync.engine.session import TrainerSession
@@ -34,13 +33,7 @@ class MappedDelivery(Delivery):
         for session in (engine.session for engine in self._engines):
             assert ready.storage is not None, "a rank with an engine has staging buffers"
             slot = session.map_buffer(ready.storage, keep=False)
-            if ready.pieces is not None:
-                pieces = ready.pieces(slot)
-            else:
-                pieces = encode_pieces([BucketPiece(slot, 0, 0, ready.nbytes)])
-            session.load(
-                ready.index, ready.bucket, pieces, read_only=False, arranged=ready.arranged
-            )
+            session.load(ready.index, ready.bucket, slot)
 
     def make_room(self) -> None:
         num_read = self._num_packed + 1 - self._settings.num_staging_buffers

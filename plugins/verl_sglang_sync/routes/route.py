@@ -1,22 +1,20 @@
-"""The sources of a sync's buckets, and the routes that replace the full export.
+"""The sources of a sync's weights, and the route that replaces the full export.
 
 Engines are loaded from a `SyncSource`. The source of an exported sync is verl's full export, packed
-(`export.ExportedBuckets`). The source of any other sync is made by a `Route`: "pull"
-(`pull.route.Pull`), "exchange" (`exchange.Exchange`) or "send" (`send.Send`). A route prepares
-itself after a good exported sync.
+(`export.ExportedBuckets`). The source of any other sync is made by a `Route`
+(`table.route.TableRoute`). The route prepares itself after a good exported sync.
 
 Every trainer rank takes these steps in a sync. The last column names the sources for which a step
 is collective:
 
     step                            when                                       collective
     route.choose(export, ...)       after the request to the engines to join   all
-    route.wants_comparison(export)  if no route has a source                   all
+    route.wants_comparison(export)  if the route has no source                 all
     source.start()                  while the engines join                     export
-    source.delivery(engines)        after all engines have joined              none
-    for bucket in source            once per bucket to load                    all but pull
-    source.confirm()                after the last bucket. If it raises an     none
-                                    error, no engine serves the weights
-    source.drain()                  after `confirm`, and after any failure     export, exchange
+    source.send(sessions, ...)      after all engines have joined              export, rounds
+    source.confirm()                after that. If it raises an error, no      none
+                                    engine serves the weights
+    source.drain()                  after `confirm`, and after any failure     export, rounds
     route.prepare_to_learn(export)  if exported, while the engines load        none
     route.learn(sync)               if exported, after the engines have loaded all
     source.end()                    when the engines serve the new weights     none
@@ -37,18 +35,18 @@ more. Only a PROVEN route delivers new weights.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, Protocol, TypeAlias
 
 import torch
 
 from sglang_loader.common.ranks import Ranks, Reason
 from sglang_loader.common.session.messages import Loaded
 from verl_sglang_sync.config import WeightSyncConfig
-from verl_sglang_sync.engine.arrangements import EngineArrangements
 from verl_sglang_sync.engine.engine_ranks import EngineRank
+from verl_sglang_sync.engine.readers import EngineReader
 from verl_sglang_sync.report import SyncReport, warn_once
 from verl_sglang_sync.sources.bucket_cutter import Bucket, BucketCutter
 from verl_sglang_sync.sources.comparison import Comparison
@@ -67,23 +65,16 @@ NOT_TRACEABLE = (
 
 @dataclass(frozen=True)
 class ReadyBucket:
-    """A bucket that can be loaded.
+    """A packed bucket of an export.
 
     Attributes:
         index: position in the sync, from 0.
-        storage: the staging buffer that holds the bucket. None if the bucket is pulled or sent.
-        pieces: encodes the bucket's pieces, given the slot of the staging buffer in a session. None
-            if the bucket begins at the first byte of the buffer and has no gaps.
-        arranged: the staging buffer holds only the bytes that the engine rank reads.
-        nbytes: bytes of the bucket in the staging buffer.
+        storage: the staging buffer that the bucket begins in. None on a rank without engines.
     """
 
     index: int
     bucket: Bucket
     storage: torch.UntypedStorage | None = None
-    pieces: Callable[[int], bytes] | None = None
-    arranged: bool = False
-    nbytes: int = 0
 
 
 Poll: TypeAlias = Callable[[Callable[[], bool | None]], object]
@@ -104,36 +95,39 @@ class Delivery:
         """Wait until the staging buffer for the next bucket is free, if that bucket needs one."""
 
 
+class Sending(Protocol):
+    """The sessions of a trainer rank, while a source sends.
+
+    Attributes:
+        engine_ranks: they have joined. A trainer rank may have none.
+    """
+
+    engine_ranks: list[EngineRank]
+
+    def count(self, bucket: Bucket) -> None:
+        """Count a bucket whose weights were sent, on every rank."""
+
+
 class SyncSource:
-    """The buckets of one sync on one trainer rank.
+    """The weights of one sync on one trainer rank.
 
     The methods are steps of the table at the top of this module. By default a step does nothing.
 
     Attributes:
-        is_collective: each bucket takes a collective of all ranks.
-        asks_for_arrangements: the engines are requested to report their arrangements, with which
-            a later sync may send less.
-        required_arrangements: the digest of the arrangements that each engine rank of this rank
-            must hold, or "" for an engine rank that gets whole buckets. None if all engine ranks
-            get whole buckets.
+        is_collective: `send` takes collectives of all ranks.
     """
 
     is_collective = True
-    asks_for_arrangements = True
-    required_arrangements: Sequence[str] | None = None
 
     def start(self) -> None:
         """Prepare the first bucket."""
 
-    def delivery(self, engines: Sequence[EngineRank], poll: Poll) -> Delivery | None:
-        """Create the delivery to this rank's engine ranks.
+    def send(self, sessions: Sending, delivery: Delivery) -> None:
+        """Send everything to this rank's engine ranks.
 
-        Returns:
-            The delivery, or None if the buckets are delivered like those of an export.
+        Args:
+            delivery: of the buckets of an export.
         """
-        return None
-
-    def __iter__(self) -> Iterator[ReadyBucket]:
         raise NotImplementedError
 
     def confirm(self) -> None:
@@ -188,8 +182,8 @@ class RouteContext:
 
     Attributes:
         device: the device of the parameters, staging buffers and scratch on this rank.
-        readers: returns the arrangements of this rank's engine ranks. Returns the same objects as
-            long as the engine ranks stay the same.
+        readers: returns this rank's engine ranks. Returns the same objects as long as the engine
+            ranks stay the same.
         first_reader: the number of the first engine rank. If 0, the engine rank and the trainer
             rank with the same number share a device. Otherwise engine ranks have devices of their
             own, and the set of engine ranks may change.
@@ -198,7 +192,7 @@ class RouteContext:
     ranks: Ranks
     device: torch.device
     settings: WeightSyncConfig
-    readers: Callable[[], Sequence[EngineArrangements]]
+    readers: Callable[[], Sequence[EngineReader]]
     first_reader: int = 0
 
     def __post_init__(self) -> None:
@@ -218,9 +212,6 @@ class Route:
     delivers the same weights once more by this route. If a sync fails, or the engines or the
     parameters change, the next sync is exported and the route is prepared anew.
 
-    Args:
-        is_wanted: False if the settings switch the route off.
-
     Attributes:
         fallback_text: the consequence for a sync if the route cannot be used, for the log.
         state: the state of the route, see the top of this module.
@@ -229,7 +220,7 @@ class Route:
 
     fallback_text: ClassVar[str]
 
-    def __init__(self, context: RouteContext, *, is_wanted: bool) -> None:
+    def __init__(self, context: RouteContext) -> None:
         self.state = RouteState.UNTRIED
         self.reason: str | None = None
         self._ranks = context.ranks
@@ -238,8 +229,7 @@ class Route:
         self._cutter = context.cutter
         self._readers = context.readers
         self._first_reader = context.first_reader
-        self._prepared_for: Sequence[EngineArrangements] = ()
-        self._is_wanted = is_wanted
+        self._prepared_for: Sequence[EngineReader] = ()
         self._num_syncs = 0  # good syncs since the proof
         self._num_short = 0  # proofs in a row that no good sync has followed
         self._distance = 0  # syncs from the last failure to the next try
@@ -272,22 +262,16 @@ class Route:
         """Create the source of a sync by this prepared route, or return None after a change."""
         raise NotImplementedError
 
-    def begin_sync(self) -> bool:
-        """Count a sync.
-
-        Returns:
-            True if this sync must be exported, because the time to retry the route has come.
-        """
+    def begin_sync(self) -> None:
+        """Count a sync. If the time to retry the route has come, this sync prepares it again."""
         if self.state is RouteState.RETRY_LATER:
             self._num_waited += 1
             if self._num_waited >= self._distance:
                 self.state = RouteState.UNTRIED
-                return True
-        return False
 
     def can_learn(self, weights: Iterable[NamedTensor]) -> bool:
         """Return True if `learn` may prepare this route."""
-        if not self._is_wanted or self.state in (RouteState.OFF, RouteState.RETRY_LATER):
+        if self.state in (RouteState.OFF, RouteState.RETRY_LATER):
             return False
         if sources_of(weights) is None:
             self.reason = NOT_TRACEABLE
@@ -308,29 +292,20 @@ class Route:
         Raises no error. `learn` reports the failures.
         """
 
-    def learn(self, sync: ExportedSync) -> bool:
-        """Prepare this route to deliver the same bytes as the exported sync.
-
-        Returns:
-            True if the route is prepared and its syncs need no staging buffers.
-        """
+    def learn(self, sync: ExportedSync) -> None:
+        """Prepare this route to deliver the same bytes as the exported sync."""
         raise NotImplementedError
 
     def _have_changed(self) -> bool:
         """Return True if this rank's engine ranks have changed since `learn`."""
         return list(self._readers()) != list(self._prepared_for)
 
-    def _conclude(self, reason: Reason | None) -> bool:
-        """End `learn`. If there is a reason, refuse the route.
-
-        Returns:
-            True if the route is prepared.
-        """
+    def _conclude(self, reason: Reason | None) -> None:
+        """End `learn`. If there is a reason, refuse the route."""
         if reason is not None:
             self.refuse(reason)
         else:
             self.state, self.reason = RouteState.LEARNT, None
-        return reason is None
 
     def note_proven(self) -> None:
         """Record that the proof has succeeded."""

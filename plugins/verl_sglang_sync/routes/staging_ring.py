@@ -42,6 +42,10 @@ class StagingRing:
         self._views: dict[tuple[str, int], _Groups] = {}
 
     @property
+    def num_buffers(self) -> int:
+        return len(self._buffers)
+
+    @property
     def nbytes(self) -> int:
         """The present size of all buffers."""
         return sum(buffer.numel() for buffer in self._buffers)

@@ -38,7 +38,7 @@ from verl_sglang_sync.sources.export_trace import (
     TracedTensor,
     TracingMode,
 )
-from verl_sglang_sync.sources.shard_reads import Origin, Owners
+from verl_sglang_sync.sources.owners import Origin, Owners
 
 FACTOR, MASK = 0x2545F4914F6CDD1D, 0x1B873593CC9E2D51
 """Numbers that scramble codes, modulo the integers' range. An odd factor has an inverse."""

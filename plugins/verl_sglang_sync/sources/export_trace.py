@@ -28,11 +28,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from sglang_loader.common.copies.strided import region_of
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.op_traits import COLLECTIVE_NAMESPACES, leaves, read_traits
-from sglang_loader.common.regions.arrangement import Read
-from sglang_loader.common.regions.compose import ByteMap, compose_read
+from sglang_loader.common.regions.compose import ByteMap, compose
 from sglang_loader.common.regions.geometry import Region
+from sglang_loader.common.regions.read import Read
 from verl_sglang_sync.sources.export import NamedTensor
-from verl_sglang_sync.sources.shard_reads import NotOwned, Origin, Owners, held_by_all, owners_of
+from verl_sglang_sync.sources.owners import NotOwned, Origin, Owners, held_by_all, owners_of
 from verl_sglang_sync.sources.snapshot import Sources
 
 _COPIES = frozenset(("aten::clone", "aten::_to_copy"))
@@ -262,11 +262,12 @@ class _ExportTracer(TracingMode):
         *outer, (run, stride) = view.dims
         if stride != 1:
             outer, run = [*view.dims], 1
-        whole = Read(0, view.offset, tuple(outer), run, 0)
-        parts = list(compose_read(traced.bytes, whole)) if view.nbytes else []
+        whole = Read(0, view.offset, tuple(outer), run, 0).as_copy()
+        parts = list(compose(traced.bytes, whole)) if view.nbytes else []
         if len(parts) != 1:
             self._refuse(f"{name} has bytes of its parameter in no regular, strided order")
-        return ByteMap(parts[0].offset, (*parts[0].dims, (parts[0].run, 1)))
+        dims = tuple((count, stride) for count, stride, _ in parts[0].dims)
+        return ByteMap(parts[0].src, (*dims, (parts[0].run, 1)))
 
     def __torch_dispatch__(
         self,

@@ -28,7 +28,7 @@ from sglang_loader.common.ranks import Ranks as AllRanks
 from verl_sglang_sync.ranks import ReplicasDiffer, own_rank
 from verl_sglang_sync.report import logger, warn_once
 from verl_sglang_sync.sources.export_trace import TracedExport
-from verl_sglang_sync.sources.shard_reads import nearest
+from verl_sglang_sync.sources.owners import nearest
 from verl_sglang_sync.sources.snapshot import memory_of
 
 Ranks = tuple[int, ...]

@@ -46,7 +46,7 @@ from verl_sglang_sync.sources.export_trace import (
     TracedTensor,
     trace_export,
 )
-from verl_sglang_sync.sources.shard_reads import Origin
+from verl_sglang_sync.sources.owners import Origin
 from verl_sglang_sync.sources.snapshot import (
     SourcesChanged,
     SourcesSnapshot,

@@ -6,8 +6,8 @@
 
 `ColocatedEngine`: every trainer rank has a session with the engine rank on its own device, which
 maps the trainer rank's staging buffers. `RemoteEngines` (disaggregated): the first trainer rank has
-the sessions with all engine ranks. Exported buckets are broadcast to all engine ranks. By the
-routes, near engine ranks map the trainer ranks' parameters, and all trainer ranks send to far ones.
+the sessions with all engine ranks. Exported buckets are broadcast to all engine ranks. By the copy
+table, engine ranks map the parameters of trainer ranks on their host, and the others send to them.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from sglang_loader.common.session.folder import SessionFolder, remove_orphans
 from sglang_loader.common.session.messages import Proof
 from sglang_loader.common.shared_memory import BufferHandle
 from verl_sglang_sync.config import WeightSyncConfig
-from verl_sglang_sync.engine.arrangements import EngineArrangements
 from verl_sglang_sync.engine.engine_ranks import EngineRank, EngineServer, OpeningRequest
+from verl_sglang_sync.engine.readers import EngineReader
 from verl_sglang_sync.engine.session import SentHandles, SessionSockets, TrainerSession
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroup, UpdateGroups
 from verl_sglang_sync.ranks import TrainerRanks, own_rank, world_size
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.broadcast import BroadcastDelivery
 from verl_sglang_sync.routes.mapped_delivery import MappedDelivery
-from verl_sglang_sync.routes.route import Delivery, Route
+from verl_sglang_sync.routes.route import Delivery
+from verl_sglang_sync.routes.table.route import TableRoute
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.memory_blocks import BlockNames
 
@@ -58,7 +59,7 @@ class ColocatedEngine:
 
     def __post_init__(self) -> None:
         self.sockets = SessionSockets()
-        self._readers = (EngineArrangements(is_wanted="exchange" in self._settings.routes),)
+        self._readers = (EngineReader(),)
         self._names, self._sent = BlockNames(), SentHandles()
 
     def open(
@@ -74,8 +75,8 @@ class ColocatedEngine:
             request.post([descriptors[rank] for rank in of_replica])
         return MappedDelivery(engine_ranks, settings, task.report)
 
-    def readers(self) -> Sequence[EngineArrangements]:
-        """Return the arrangements of the engine rank."""
+    def readers(self) -> Sequence[EngineReader]:
+        """Return the engine rank."""
         return self._readers
 
     def record(self, handle: BufferHandle) -> None:
@@ -94,7 +95,7 @@ class RemoteEngines:
         _groups: makes groups of the trainer's first rank and all engine ranks. None on the other
             trainer ranks, which have no sessions.
         _senders: makes groups of all trainer ranks and the engine ranks that they send to.
-        sender: the route by which all trainer ranks send, in the syncs for which it is prepared.
+        route: the route by which all trainer ranks may send. Set before the first sync.
     """
 
     _groups: UpdateGroups | None
@@ -103,12 +104,12 @@ class RemoteEngines:
 
     def __post_init__(self) -> None:
         remove_orphans()  # as a session's trainer does when it makes a folder of its own
-        self._readers: Sequence[EngineArrangements] = ()
+        self._readers: Sequence[EngineReader] = ()
         self._sending: UpdateGroup | None = None  # of the last sync in which all ranks might send
         self._readers_group = ""  # name of the group of these engine ranks
-        self._sent: dict[EngineArrangements, SentHandles] = {}
+        self._sent: dict[EngineReader, SentHandles] = {}
         self._folder: SessionFolder | None = None  # made with the first handle, which it lists
-        self.sender: Route | None = None
+        self.route: TableRoute | None = None
 
     def open(
         self, stack: ExitStack, engine_ranks: list[EngineRank], task: SyncTask, proof: Proof
@@ -118,7 +119,7 @@ class RemoteEngines:
         group: UpdateGroup | None = None
         if self._groups is not None:
             group = self._group_of(self._groups, task.replicas)
-        if self.sender is not None and self.sender.is_prepared:
+        if self.route is not None and self.route.is_prepared and self.route.sends:
             self._sending = self._sending_group_of(group)
             senders = self._sending.name
         if group is None:
@@ -127,8 +128,8 @@ class RemoteEngines:
         limit_s = settings.request_timeout_s
         return BroadcastDelivery(engine_ranks, group.process_group, limit_s, task.report)
 
-    def readers(self) -> Sequence[EngineArrangements]:
-        """Return the arrangements of all engine ranks, on the first trainer rank.
+    def readers(self) -> Sequence[EngineReader]:
+        """Return all engine ranks, on the first trainer rank.
 
         If the engine ranks change, these are new objects.
         """
@@ -151,25 +152,28 @@ class RemoteEngines:
             self._senders.abandon()  # its engine ranks leave when the next is formed
             groups.abandoned += self._senders.abandoned
             self._senders.abandoned = []
-            is_wanted, self._readers_group = "exchange" in self._settings.routes, group.name
+            self._readers_group = group.name
             self._sent = {}
             self._readers = [
-                EngineArrangements(is_wanted=is_wanted, replica=number)
+                EngineReader(replica=number)
                 for number, replica in enumerate(replicas)
                 for _ in range(replica.num_ranks)
             ]
         return group
 
     def _sending_group_of(self, group: UpdateGroup | None) -> UpdateGroup:
-        """Return the group of all trainer ranks and the replicas that do not pull.
+        """Return the group of all trainer ranks and the replicas that they send to.
 
         Args:
             group: of the first rank and all replicas. None on the other ranks.
         """
         if group is None:
             return self._senders.with_replicas(None)
-        far = {reader.replica for reader in self._readers if not reader.reads_in_place}
-        sent_to = [replica for number, replica in enumerate(group.replicas) if number in far]
+        numbers = {reader.replica for reader in self._readers if reader.is_sent_to}
+        # Engines that have changed are not known yet. This sync is exported, but the other trainer
+        # ranks wait for a group.
+        numbers = numbers or {reader.replica for reader in self._readers}
+        sent_to = [replica for number, replica in enumerate(group.replicas) if number in numbers]
         is_same = world_size() == 1 and len(sent_to) == len(group.replicas)
         return group if is_same else self._senders.with_replicas(sent_to)
 
@@ -190,21 +194,21 @@ class RemoteEngines:
             request = OpeningRequest(replica.client, version)
             descriptors = []
             for rank in range(replica.num_ranks):
-                arrangements = next(readers)
+                reader = next(readers)
                 session = TrainerSession(
                     sockets,
                     self._settings,
                     BlockNames(),
-                    self._sent.setdefault(arrangements, SentHandles()),
+                    self._sent.setdefault(reader, SentHandles()),
                     proof=proof,
                     group=group.name,
-                    senders="" if arrangements.reads_in_place else senders,
+                    senders=senders if reader.is_sent_to else "",
                     secret=group.secret,
                 )
                 stack.enter_context(session)
                 descriptors.append(session.descriptor)
                 name = f"{replica.base_url}, TP rank {rank}"
-                engine_ranks.append(EngineRank(name, session, request, arrangements))
+                engine_ranks.append(EngineRank(name, session, request, reader))
             request.post(descriptors)
 
     def abandon(self) -> None:

@@ -3,9 +3,9 @@
 sessions = Sessions(ranks, settings, report)
 delivery = engines.open(stack, sessions.engine_ranks, task, proof)   # the requests have left
 sessions.wait_joined(can_prove=True)         # all ranks: every engine rank has joined
-sessions.check_plans(source, proves=False)   # with what the route was proven with
+sessions.check_plans(proves=False)           # with what the route was proven with
 sessions.send(source, delivery)              # each rank at its own pace
-sessions.finish(source, meanwhile)           # its engine ranks have read all
+sessions.finish(meanwhile)                   # its engine ranks have read all
 loaded = sessions.wait_until_loaded()        # all ranks: every engine has judged what it has loaded
 sessions.commit(is_last=True)                # once all ranks have come so far
 sessions.wait_for_replies(defers_reply=False)   # all ranks leave together
@@ -185,65 +185,44 @@ class Sessions:
         """True if a user has asked an engine of this rank for a proof."""
         return any(engine_rank.session.wants_proof for engine_rank in self.engine_ranks)
 
-    def check_plans(self, source: SyncSource, *, proves: bool) -> None:
-        """Check that the joined engine ranks hold what the source's buckets are made for.
+    def check_plans(self, *, proves: bool) -> None:
+        """Check that the joined engine ranks hold the load plans of the proof.
 
         Args:
             proves: the session proves this route, with whatever plans the engines hold.
 
         Raises:
-            RouteOutdated: an engine rank holds another load plan than the one that the route was
-                proven with, or other arrangements than its buckets have.
+            RouteOutdated: an engine rank holds another load plan than the one of the proof.
         """
         for engine_rank in self.engine_ranks if not proves else ():
-            if engine_rank.session.plan != engine_rank.arrangements.proven_plan:
+            if engine_rank.session.plan != engine_rank.reader.proven_plan:
                 raise RouteOutdated("an engine's load plan is not the one of the proof")
-        needed = source.required_arrangements
-        far = [
-            engine_rank
-            for engine_rank in self.engine_ranks
-            if not engine_rank.arrangements.reads_in_place
-        ]
-        held = [engine_rank.session.arrangements for engine_rank in far]
-        for digest, own in zip(needed, held, strict=True) if needed is not None else ():
-            if digest not in ("", own):  # "": whole buckets, the engine may hold any
-                raise RouteOutdated("an engine reads other parts of buckets than were planned")
+
+    def count(self, bucket: Bucket) -> None:
+        """Count a bucket whose weights were sent."""
+        self.sent = self.sent.and_bucket(bucket)
+        self.report.count_bucket(len(bucket.layout.tensors), bucket.payload_bytes)
+        self.report.sent_bytes += bucket.payload_bytes
 
     def send(self, source: SyncSource, delivery: Delivery) -> None:
-        """Send every bucket. The engines may still be at the last ones.
+        """Send everything. The engines may still be at the last loads.
 
         Args:
-            delivery: of buckets whose source has no other.
+            delivery: of the buckets of an export.
         """
-        report = self.report
-        delivery = source.delivery(self.engine_ranks, self.ranks.poll) or delivery
-        for ready in source:
-            bucket = ready.bucket
-            delivery.deliver(ready)
-            self.sent = self.sent.and_bucket(bucket)
-            report.count_bucket(len(bucket.layout.tensors), bucket.payload_bytes)
-            report.num_arranged += ready.arranged
-            report.sent_bytes += ready.nbytes if ready.arranged else bucket.payload_bytes
-            # No bucket follows the last one, so nothing waits for a free buffer.
-            if not bucket.is_last:
-                delivery.make_room()
+        source.send(self, delivery)
         if not self.sent.num_buckets:
             raise ValueError("the trainer exported no tensor")
 
-    def finish(self, source: SyncSource, meanwhile: Callable[[], None]) -> None:
+    def finish(self, meanwhile: Callable[[], None]) -> None:
         """Call `meanwhile` while this rank's engine ranks read to the end."""
-        asks, num_buckets = source.asks_for_arrangements, self.sent.num_buckets
 
         def has_read_all(session: TrainerSession) -> bool:
-            return session.num_done == num_buckets
+            return session.num_done == session.num_loads
 
         for engine_rank in self.engine_ranks:
             with engine_rank.naming_errors():
-                engine_rank.session.finish(
-                    num_buckets=num_buckets,
-                    num_tensors=self.sent.num_tensors,
-                    arrangements=engine_rank.arrangements.held_digest if asks else None,
-                )
+                engine_rank.session.finish(num_tensors=self.sent.num_tensors)
         meanwhile()
         limit_s = self.settings.request_timeout_s
         with self.report.stage("load"):
@@ -341,7 +320,6 @@ class Sessions:
             self.ranks.check(error)
         except RanksFailed as failed:
             shared = failed
-        # A lost rank takes part in no gather, so that each rank leaves alone.
         if isinstance(shared, RankLost):
             self._abort(str(shared))
             served = MAY_SERVE if self.may_be_served else ""
@@ -367,15 +345,14 @@ class Sessions:
         """Abort all sessions, and wait until the engine ranks have given up, `GIVE_UP_S` at most.
 
         Returns:
-            The errors of servers that were lost meanwhile, or None.
+            The errors of servers that were lost meanwhile, or None. If a server dies, a collective
+            of the other engines fails, and one of those engines may report its failure first.
         """
         for engine_rank in self.engine_ranks:
             request = engine_rank.request
             engine_rank.session.abort(
                 reason, request.check_answer if request.may_have_left else None
             )
-        # If a server dies, a collective of the other engines fails, and one of those engines may
-        # report its failure first. So the dead server is looked for here.
         deadline = time.monotonic() + min(GIVE_UP_S, self.settings.request_timeout_s)
         lost = [r.give_up(max(0.0, deadline - time.monotonic())) for r in self.requests]
         return "\n".join(text for text in lost if text and text not in reason) or None

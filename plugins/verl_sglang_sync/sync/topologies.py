@@ -10,12 +10,11 @@ from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.engine_ranks import EngineServer
 from verl_sglang_sync.engine.update_groups import UpdateGroups
 from verl_sglang_sync.ranks import TrainerRanks, world_size
-from verl_sglang_sync.routes.exchange import Exchange
-from verl_sglang_sync.routes.pull.route import Pull
-from verl_sglang_sync.routes.pull_and_send import PullAndSend
+from verl_sglang_sync.routes.broadcast import NUM_TRAVELLING
 from verl_sglang_sync.routes.route import RouteContext
-from verl_sglang_sync.routes.shards.all_to_all import NUM_TRAVELLING
 from verl_sglang_sync.routes.staging_ring import StagingRing
+from verl_sglang_sync.routes.table.route import TableRoute
+from verl_sglang_sync.routes.table.transports import Exchange, Send
 from verl_sglang_sync.sync.engines import ColocatedEngine, RemoteEngines
 from verl_sglang_sync.sync.weight_sync import WeightSync
 
@@ -37,8 +36,8 @@ def colocated_sync(
     ring = StagingRing(device, num_buffers=num_buffers, bucket_bytes=settings.bucket_bytes)
     engines = ColocatedEngine(engine, ranks, settings)
     context = RouteContext(ranks, device, settings, engines.readers)
-    routes = Pull(context, engines.record), Exchange(context, ring)
-    return WeightSync(context, engines=engines, routes=routes, ring=ring)
+    route = TableRoute(context, engines.record, Exchange(ring, settings.request_timeout_s))
+    return WeightSync(context, engines=engines, route=route, ring=ring)
 
 
 def disaggregated_sync(
@@ -63,6 +62,6 @@ def disaggregated_sync(
     # Engine ranks are numbered after the trainer's ranks, with which they form a group.
     first_reader = world_size()
     context = RouteContext(ranks, device, settings, engines.readers, first_reader)
-    pull, near = Pull(context, engines.record), Pull(context, engines.record)
-    send = engines.sender = PullAndSend(context, near, engines.sending_group)
-    return WeightSync(context, engines=engines, routes=(pull, send), ring=ring)
+    send = Send(engines.sending_group, ranks.poll, settings.request_timeout_s, device)
+    route = engines.route = TableRoute(context, engines.record, send)
+    return WeightSync(context, engines=engines, route=route, ring=ring)

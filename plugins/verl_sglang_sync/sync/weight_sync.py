@@ -31,7 +31,7 @@ from sglang_loader.common.garbage_collection import no_full_collections
 from sglang_loader.common.naming import listed
 from sglang_loader.common.ranks import Interrupted, Reason, drop_frames
 from sglang_loader.common.session.messages import Loaded, Proof
-from verl_sglang_sync.engine.engine_ranks import EngineRank, OpeningRequest
+from verl_sglang_sync.engine.engine_ranks import OpeningRequest
 from verl_sglang_sync.engine.update_groups import Replica
 from verl_sglang_sync.ranks import RankLost
 from verl_sglang_sync.report import SyncReport, warn_once
@@ -67,22 +67,22 @@ class SyncPass:
     The outcome is equal on all ranks.
 
     Attributes:
-        routes: the first that has something to offer is taken, else the export.
+        tries_route: the route is taken if it has something to offer, else the export.
         proof: what the session proves.
         proof_follows: another session of this sync proves what this one brings.
-        learns: routes may learn from an export.
-        route: brought the weights. None: the export did.
+        learns: the route may learn from an export.
+        by_route: the route brought the weights, not the export.
         wants_proof: an engine's user has asked for a proof of this sync, which can be made.
         differing: tensors that engines held with other bytes than an export that proves has.
         num_alike: storages of all engine ranks that hold the same bytes as another, in a proof.
     """
 
     task: SyncTask
-    routes: Sequence[Route] = ()
+    tries_route: bool = False
     proof: Proof = "none"
     proof_follows: bool = False
     learns: bool = True
-    route: Route | None = field(default=None, init=False)
+    by_route: bool = field(default=False, init=False)
     wants_proof: bool = field(default=False, init=False)
     differing: list[str] = field(default_factory=list, init=False)
     num_alike: int = field(default=0, init=False)
@@ -92,7 +92,7 @@ class WeightSync:
     """All syncs of one trainer rank. Every trainer process has one.
 
     Args:
-        routes: how a sync is spared the full export, the best first.
+        route: how a sync is spared the full export.
         ring: the staging buffers. None on a rank that sends no exported bucket.
     """
 
@@ -101,14 +101,14 @@ class WeightSync:
         context: RouteContext,
         *,
         engines: ColocatedEngine | RemoteEngines,
-        routes: Sequence[Route],
+        route: Route,
         ring: StagingRing | None,
     ) -> None:
         # By the other strategy memory moves when it is shared by name.
         if context.device.type == "cpu":
             torch.multiprocessing.set_sharing_strategy("file_system")
         self._engines = engines
-        self._routes = routes
+        self._route = route
         self._ranks = context.ranks
         self._settings = context.settings
         self._device = context.device
@@ -120,7 +120,6 @@ class WeightSync:
         # A stage of the engine follows each sync: `check_reply` is called after it.
         self._defers_reply = context.is_colocated and self._settings.free_cache_engine
         self._unanswered: list[OpeningRequest] = []
-        self._pull_ruled_out = False  # an exported sync has shown that pull cannot be used
         self._num_syncs = 0  # that were good
         self._next_proof: int | None = None  # number of the sync that is to be proven
         self._proof_distance = 1
@@ -154,10 +153,7 @@ class WeightSync:
                 except BaseException as error:  # outside of a session
                     Sessions(self._ranks, self._settings, report).fail(error, can_repeat=False)
         except BaseException as error:
-            for route in self._routes:  # the next sync is made as the first one was
-                route.forget()
-            for reader in self._engines.readers():
-                reader.forget()
+            self._route.forget()  # the next sync is made as the first one was
             drop_frames(error)  # its text has those that matter
             raise
 
@@ -166,29 +162,27 @@ class WeightSync:
         number = self._num_syncs + 1
         every = self._settings.prove_every_n_syncs
         is_due = number == self._next_proof or (every > 0 and number % every == 0)
-        retried = [route.begin_sync() for route in self._routes]
-        # A worse route, though proven, waits for a better one that is tried again.
-        routes = self._routes[: retried.index(True)] if any(retried) else self._routes
+        self._route.begin_sync()
         if is_due and not self._ranks.all(is_repeatable(task.weights)):
             warn_once(CANNOT_PROVE)
             is_due = False
 
-        sync_pass = self._bring(SyncPass(task, routes, proof_follows=is_due))
+        sync_pass = self._bring(SyncPass(task, tries_route=True, proof_follows=is_due))
         is_due, is_proven = is_due or sync_pass.wants_proof, False
-        while sync_pass.route is None and (learnt := self._learnt_route()) is not None:
-            if is_proven := self._prove_route(task, learnt):
+        while not sync_pass.by_route and self._route.state is RouteState.LEARNT:
+            if is_proven := self._prove_route(task):
                 break
             task.report.restart()
             sync_pass = self._bring(SyncPass(task, proof_follows=is_due))
             is_due = is_due or sync_pass.wants_proof
         if is_due and not is_proven:
             self._prove_served(task)
-        if sync_pass.route is not None:
-            sync_pass.route.note_used()
+        if sync_pass.by_route:
+            self._route.note_used()
         self._num_syncs = number
 
     def _bring(self, sync_pass: SyncPass) -> SyncPass:
-        """Send new weights by the first of the routes that has them, or by the export.
+        """Send new weights by the route if it has them, or by the export.
 
         A failure before anything was published costs a second pass.
 
@@ -202,9 +196,9 @@ class WeightSync:
             if error.may_be_served or not error.can_repeat:
                 raise
             drop_frames(error)  # they hold the groups and buffers of this pass
-            recovery, route = Recovery.EXPORT, sync_pass.route
-            if route is not None:
-                recovery = route.recover(error.__cause__, sync_pass.task.weights)
+            recovery = Recovery.EXPORT
+            if sync_pass.by_route:
+                recovery = self._route.recover(error.__cause__, sync_pass.task.weights)
             logger.warning(
                 "weight sync: nothing was published, so the sync is made again %s, which costs "
                 "the seconds of another sync: %s",
@@ -212,21 +206,18 @@ class WeightSync:
                 error,
             )
         sync_pass.task.report.restart()
-        again = (route,) if route is not None and recovery is Recovery.AGAIN else ()
-        sync_pass = replace(sync_pass, routes=again)
+        sync_pass = replace(sync_pass, tries_route=recovery is Recovery.AGAIN)
         self._once(sync_pass)
         return sync_pass
 
-    def _learnt_route(self) -> Route | None:
-        return next((each for each in self._routes if each.state is RouteState.LEARNT), None)
-
-    def _prove_route(self, task: SyncTask, route: Route) -> bool:
+    def _prove_route(self, task: SyncTask) -> bool:
         """Send the weights that an export has just brought by the route that has learnt from it.
 
         Returns:
             False if the engines got other bytes, or none: their weights are incomplete now.
         """
-        sync_pass = SyncPass(_without_report(task), (route,), proof="route")
+        route = self._route
+        sync_pass = SyncPass(_without_report(task), tries_route=True, proof="route")
         try:
             with task.report.stage("prove"):
                 self._once(sync_pass)
@@ -238,7 +229,7 @@ class WeightSync:
             cannot_map = any(ending.cannot_map for ending in error.endings)
             route.refuse_unproven(reason, cannot_map=cannot_map)
             return False
-        if sync_pass.route is None:  # the route had nothing to offer, and the export proved itself
+        if not sync_pass.by_route:  # the route had nothing to offer, and the export proved itself
             return True
         route.note_proven()
         task.report.is_proven = True
@@ -255,15 +246,14 @@ class WeightSync:
         """
         sync_pass = SyncPass(_without_report(task), proof="served")
         with task.report.stage("prove"):
-            for route in self._routes:
-                route.check_replicas(task.weights)
+            self._route.check_replicas(task.weights)
             try:
                 self._once(sync_pass)
             except SyncFailed as error:
                 if error.may_be_served or not error.can_repeat:
                     raise
                 logger.warning("weight sync: not proven, exported in full again: %s", error)
-                # Routes learn nothing: no session of this sync follows that could prove them.
+                # The route learns nothing: no session of this sync follows that could prove it.
                 self._once(SyncPass(sync_pass.task, learns=False))
                 self._next_proof = self._num_syncs + 2  # the next sync
                 return
@@ -279,8 +269,7 @@ class WeightSync:
             f"a proof found {len(sync_pass.differing)} tensors that were not served as the trainer "
             f"has them: {listed(sync_pass.differing)}"
         )
-        for route in self._routes:
-            route.refuse(Reason(text, is_final=True))
+        self._route.refuse(Reason(text, is_final=True))
         logger.error("weight sync: %s. The engines have the right weights now, by export.", text)
 
     def _schedule_proof(self, num_alike: int) -> None:
@@ -291,7 +280,7 @@ class WeightSync:
                 apart. If their bytes differ later, another proof can.
         """
         self._next_proof = None
-        if num_alike and any(route.is_prepared for route in self._routes):
+        if num_alike and self._route.is_prepared:
             self._next_proof = self._num_syncs + 1 + self._proof_distance
             self._proof_distance *= PROOF_FACTOR
 
@@ -330,7 +319,7 @@ class WeightSync:
                         if sessions.asks_for_proof and not can_prove:
                             warn_once(CANNOT_PROVE)
                         if not is_exported:
-                            sessions.check_plans(source, proves=proof == "route")
+                            sessions.check_plans(proves=proof == "route")
                             if source.is_collective:
                                 ranks.check()
                     sessions.send(source, delivery)
@@ -342,9 +331,9 @@ class WeightSync:
                     raise
                 source.drain()
                 learns = sync_pass.learns and proof == "none" and is_exported
-                sessions.finish(source, partial(self._prepare_to_learn, task, learns))
+                sessions.finish(partial(self._prepare_to_learn, task, learns))
                 loaded = sessions.wait_until_loaded()
-                self._record_loaded(sessions.engine_ranks, loaded, report)
+                self._record_loaded(loaded, report)
                 if isinstance(source, ExportedBuckets) and learns:
                     self._learn(task, source, loaded)
                     self._check_fallback()
@@ -352,7 +341,7 @@ class WeightSync:
                 sync_pass.wants_proof = proof == "none" and wants_proof
                 # The engines' gates stay closed while a proof follows.
                 follows = sync_pass.proof_follows or sync_pass.wants_proof
-                follows = follows or (learns and self._learnt_route() is not None)
+                follows = follows or (learns and self._route.state is RouteState.LEARNT)
                 sessions.commit(is_last=not follows)
                 source.end()
                 sessions.wait_for_replies(defers_reply=self._defers_reply)
@@ -360,27 +349,24 @@ class WeightSync:
                 sessions.fail(error, can_repeat=is_repeatable(weights))
         self._unanswered = sessions.requests if self._defers_reply else []
         if is_exported:
-            for route in self._routes:
-                route.note_unmapped()
+            self._route.note_unmapped()
         if proof == "route":
             for engine_rank in sessions.engine_ranks:
-                engine_rank.arrangements.proven_plan = engine_rank.session.plan
+                engine_rank.reader.proven_plan = engine_rank.session.plan
         if proof != "none":
             self._note_compared(sync_pass, loaded)
 
     def _choose(self, sync_pass: SyncPass) -> SyncSource:
-        """Return what the first route offers that has this sync's weights, else the export."""
+        """Return what the route offers if it has this sync's weights, else the export."""
         weights, report = sync_pass.task.weights, sync_pass.task.report
-        for route in sync_pass.routes:
-            source = route.choose(weights, report, proves=sync_pass.proof == "route")
+        if sync_pass.tries_route:
+            source = self._route.choose(weights, report, proves=sync_pass.proof == "route")
             if source is not None:
-                sync_pass.route = route
+                sync_pass.by_route = True
                 return source
         comparison = None
-        # Computing its arrangements costs an engine about 1 s. Pull needs none.
-        asks = self._pull_ruled_out or not self._routes[0].can_learn(weights)
         learns = sync_pass.learns and sync_pass.proof == "none"
-        if learns and any(route.wants_comparison(weights) for route in self._routes):
+        if learns and self._route.wants_comparison(weights):
             with report.stage("learn"):
                 comparison = self._source_map.begin_comparison(weights)
         return ExportedBuckets(
@@ -388,15 +374,13 @@ class WeightSync:
             self._cutter,
             self._ring,
             report,
-            asks_for_arrangements=asks,
             comparison=comparison,
         )
 
     def _prepare_to_learn(self, task: SyncTask, learns: bool) -> None:
-        for route in self._routes if learns else ():
-            if route.can_learn(task.weights):
-                with task.report.stage("learn"):
-                    route.prepare_to_learn(task.weights)
+        if learns and self._route.can_learn(task.weights):
+            with task.report.stage("learn"):
+                self._route.prepare_to_learn(task.weights)
 
     def _note_compared(self, sync_pass: SyncPass, loaded: Sequence[Loaded]) -> None:
         """Collect what the proof found on all engine ranks."""
@@ -405,51 +389,35 @@ class WeightSync:
         sync_pass.differing = list(dict.fromkeys(name for names, _ in found for name in names))
         sync_pass.num_alike = sum(num for _, num in found)
 
-    def _record_loaded(
-        self, engine_ranks: Sequence[EngineRank], loaded: Sequence[Loaded], report: SyncReport
-    ) -> None:
+    def _record_loaded(self, loaded: Sequence[Loaded], report: SyncReport) -> None:
         if loaded:
             least = min(loaded, key=attrgetter("num_replayed"))
             report.num_replayed, report.num_eager = least.num_replayed, least.num_eager
             report.eager_reason, report.engine_seconds = least.reason, least.seconds
-        for engine_rank, outcome in zip(engine_ranks, loaded, strict=True):
-            if outcome.arrangements is not None:
-                engine_rank.arrangements.learn(outcome.arrangements, self._cutter.buckets)
 
     def _learn(self, task: SyncTask, source: ExportedBuckets, loaded: Sequence[Loaded]) -> None:
-        """Prepare the routes by which the next syncs go, after an export that is loaded."""
-        routes = self._routes if source.asks_for_arrangements else self._routes[:1]
-        exported = ExportedSync(task.weights, loaded, source.comparison)
-        for number, route in enumerate(routes, start=1):
-            if route.can_learn(task.weights):
-                with task.report.stage("learn"):
-                    needs_no_staging = route.learn(exported)
-                if needs_no_staging:
-                    for worse in self._routes[number:]:
-                        worse.forget()
-                    return
-        self._pull_ruled_out = True
+        """Prepare the route by which the next syncs go, after an export that is loaded."""
+        if self._route.can_learn(task.weights):
+            with task.report.stage("learn"):
+                self._route.learn(ExportedSync(task.weights, loaded, source.comparison))
 
     def _check_fallback(self) -> None:
         """Raise FallbackRefused if no route was prepared, and the user would rather stop."""
         settings = self._settings
         if settings.on_fallback != "error" or not settings.routes:
             return
-        if self._learnt_route() is not None:
-            return
-        reasons = [f"{each.fallback_text}: {each.reason}" for each in self._routes if each.reason]
-        if not reasons:
-            return  # another sync can prepare a route
+        route = self._route
+        if route.state is RouteState.LEARNT or not route.reason:
+            return  # or another sync can prepare the route
         raise FallbackRefused(
             "on_fallback=error, and the next syncs would be exported in full: "
-            f"{', '.join(reasons)}. Set on_fallback=warn to go on slower"
+            f"{route.fallback_text}: {route.reason}. Set on_fallback=warn to go on slower"
         )
 
     def _end_session(self, _: object, error: object, __: object) -> None:
         if error is not None:
             self._engines.abandon()
-        for route in self._routes:
-            route.free_scratch()
+        self._route.free_scratch()
         if self._frees_ring and self._ring is not None:
             self._ring.free()
         if self._device.type == "cuda":

@@ -29,7 +29,7 @@ from verl_sglang_sync.sources.export_trace import (
     TracedParameter,
     trace_export,
 )
-from verl_sglang_sync.sources.shard_reads import Owners
+from verl_sglang_sync.sources.owners import Owners
 from verl_sglang_sync.sources.snapshot import SourcesChanged
 from verl_sglang_sync.verl.checkpoint_format import in_checkpoint_format
 

@@ -8,11 +8,14 @@ from torch import nn
 from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.session.model_loader import ModelLoader
+from support.scattered import Scattered
 
 NUM_LOADERS = 1000
 LENGTH = 4
 PARTS = ("a", "b", "c")
 KINDS = ("copy", "index", "zero", "double", "add")
+BY_TABLE = (2, 4)
+"""The syncs that come as shards, by the copy table. The others come as buckets."""
 
 
 class Model(nn.Module):
@@ -75,6 +78,16 @@ def lose_what_is_covered(plan):
             memory[start:stop] = 0x5A
 
 
+def load_by_table(loader, scattered, buffers, num_mapped):
+    """A sync from the shards of trainer ranks, some of which are on another host."""
+    num_ranks = scattered.num_ranks
+    shards = scattered.shards(buffers, num_mapped=min(num_mapped, num_ranks))
+    rounds = loader.plan_table(shards, num_ranks, round_bytes=16)
+    loader.load_shards(shards)
+    for each in rounds:
+        loader.load_round(scattered.sent(each.sent))
+
+
 def first_difference(seed):
     """None where no plan is accepted, else what differs in a later sync, or ""."""
     random = Random(seed)
@@ -82,16 +95,22 @@ def first_difference(seed):
     steps, layouts = steps_of(random, names), buckets_of(random, names)
     model, eager = Model(steps), Model(steps)
     loader, generator = ModelLoader(model), torch.Generator().manual_seed(seed)
-    for sync in range(4):
+    scattered = Scattered(layouts, random.randint(1, 3), seed)
+    for sync in range(5):
         if sync:
             lose_what_is_covered(loader.plan)
         loader.start({})
-        for index, layout in enumerate(layouts):
+        buffers = []
+        for layout in layouts:
             values = torch.randint(1, 99, (layout.nbytes // 4,), generator=generator)
-            buffer = values.to(torch.float32).view(torch.uint8)
-            loader.load(index, layout, BucketSource.flat(buffer))
+            buffers.append(values.to(torch.float32).view(torch.uint8))
+        if sync in BY_TABLE:
+            load_by_table(loader, scattered, buffers, num_mapped=random.randint(0, 3))
+        for index, (layout, buffer) in enumerate(zip(layouts, buffers, strict=True)):
+            if sync not in BY_TABLE:
+                loader.load(index, layout, BucketSource.flat(buffer))
             eager.load_weights(iter(layout.views(buffer.clone())))
-        loader.finish()
+        assert loader.finish().num_eager == 0 or not sync or loader.plan is None
         if loader.plan is None:
             return None
         if not sync:

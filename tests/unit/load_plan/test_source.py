@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from sglang_loader.common.bucket_source import BucketMap, BucketSource
+from sglang_loader.common.bucket_source import BucketMap, BucketPiece, BucketSource
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.compose import ByteMap
 from sglang_loader.common.regions.geometry import Region, StridedCopy, Unit
-from sglang_loader.common.session.messages import BucketPiece
 from sglang_loader.load_plan.executor import PlanExecutor
 from support.plan_check import packed, planned
 

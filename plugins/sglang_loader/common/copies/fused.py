@@ -34,12 +34,16 @@ from sglang_loader.common.shared_memory import peer_gpu_of
 
 
 class FusedCopies:
-    """A set of copies, of which no two may write the same byte. See the module."""
+    """A set of copies, of which no two may write the same byte. See the module.
+
+    Attributes:
+        numbers: the numbers of the memories that are read, ascending.
+    """
 
     def __init__(self, copies: Sequence[CopyFrom]) -> None:
         self._targets = {copy.storage for copy, _ in copies}
-        self._numbers = sorted({number for _, number in copies})
-        place = {number: i for i, number in enumerate(self._numbers)}
+        self.numbers = sorted({number for _, number in copies})
+        place = {number: i for i, number in enumerate(self.numbers)}
         self._copies = [(copy, place[number]) for copy, number in copies]
         self._divided: dict[object, tuple[_WordCopies, list[CopyFrom]]] = {}
 
@@ -58,7 +62,7 @@ class FusedCopies:
             targets: flat uint8, each at the beginning of its storage.
             device: on which the kernel runs.
         """
-        memories = [memories[number] for number in self._numbers]
+        memories = [memories[number] for number in self.numbers]
         _, gpus = np.unique([peer_gpu_of(memory) or "" for memory in memories], return_inverse=True)
 
         def is_for_kernel(tensor: torch.Tensor) -> bool:

@@ -6,11 +6,9 @@ Copies run without the kernel where the kernel does not work, or is checked.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 
-from sglang_loader.common.regions.arrangement import Arrangement, arranged_nbytes
 from sglang_loader.common.regions.geometry import Region, StridedCopy
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -80,20 +78,3 @@ def synchronize_device(device: torch.device) -> None:
     """Wait for everything that runs on `device`. A CPU needs no wait."""
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)
-
-
-@torch.no_grad()
-def gather_reads(
-    arrangement: Arrangement, tensors: Sequence[torch.Tensor], device: torch.device
-) -> torch.Tensor:
-    """Return the arranged buffer of a bucket's tensors, with zeros where nothing is read."""
-    # Shares no code with the plans that this buffer checks.
-    arranged = torch.zeros(arranged_nbytes(arrangement), dtype=torch.uint8, device=device)
-    for read in arrangement:
-        if read.nbytes:
-            data = tensors[read.tensor].contiguous().reshape(-1).view(torch.uint8)
-            sizes = [*(count for count, _ in read.dims), read.run]
-            strides = [*(stride for _, stride in read.dims), 1]
-            part = data.as_strided(sizes, strides, int(data.storage_offset()) + read.offset)
-            arranged[read.start : read.start + read.nbytes].copy_(part.reshape(-1))
-    return arranged

@@ -5,7 +5,7 @@ weight, a tied embedding. `ByteMap` maps the bytes of such a tensor to bytes of 
 `compose` turns a copy from the tensor into copies from the parameter:
 
     expert = ByteMap.of(Region(4096, (8, 16), (32, 1), 2))
-    for read in compose_read(expert, Read(7, 32, (), 32, 0)): ...
+    for copy in compose(expert, StridedCopy(0, 32, 0, (), 32)): ...
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from functools import cached_property
 from operator import itemgetter
 from typing import TypeAlias
 
-from sglang_loader.common.regions.arrangement import Read
 from sglang_loader.common.regions.geometry import Dim, Region, StridedCopy, split_copy
 
 Dims: TypeAlias = tuple[tuple[int, int], ...]
@@ -118,15 +117,6 @@ def compose(source: ByteMap, copy: StridedCopy) -> Iterator[StridedCopy]:
         *moved, (run, _, _) = moved
     src = source.offset + source.distance(at)
     yield replace(copy, src=src, dims=tuple(moved), run=run)
-
-
-def compose_read(source: ByteMap, read: Read) -> Iterator[Read]:
-    """Yield a read of a tensor as reads of the parameter. `tensor` stays the same."""
-    if source.is_dense:  # the usual case, and faster than `compose`
-        yield replace(read, offset=source.offset + read.offset)
-        return
-    for part in compose(source, read.as_copy()):
-        yield Read.from_copy(part, read.tensor)
 
 
 def shard_copies(

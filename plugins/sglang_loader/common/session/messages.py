@@ -7,16 +7,25 @@ messages go over a socket that the trainer binds, in a private folder of the hos
     Hello(what it has and holds)      ->
                                       <-     Welcome
                                       <-     LoadBucket(index, buffers, pieces, layout)
-    BucketDone(index)                 ->     its memory may be written again
+    LoadDone(index)                   ->     its memory may be written again
                                       ...
                                       <-     Finish(counts)
-    BucketDone(what was in flight)    ->
+    LoadDone(what was in flight)      ->
     Loaded(how)                       ->     all TP ranks have read every byte, and it fits
                                       <-     Commit, when every trainer rank has got Loaded
     Published                         ->     all TP ranks serve the weights; the prefix cache is
                                              dropped
                                       <-     Abort(reason), at any time
     Failed(traceback), at any time    ->
+
+By the copy table there are no buckets. Instead of the LoadBuckets:
+
+                                      <-     Store(bytes), for what the engine has not stored
+                                      <-     LoadShards(weight map, bases)
+    Rounds(reads), if shards are sent ->
+    LoadDone(0)                       ->
+                                      <-     LoadRound(index), for each round
+    LoadDone(index)                   ->
 
 Loaded is the engine's acknowledged prepare. All TP ranks of the engine have loaded the sync. They
 have judged together that the sync fits the model and passes its proof. From then on, one replica
@@ -25,22 +34,21 @@ engine publishes weights only after the Commit. With the Commit the trainer conf
 rank the parameters were where they had been located. An Abort, or the trainer's death, overtakes
 all earlier messages: a slow engine must not act on a sync that its trainer has given up.
 
-Hello names the load plan that the engine holds, and the arrangements by which buckets may come in
-this sync (see `layout`). Any bucket may come whole. Loaded brings the arrangements that the trainer
-does not have yet.
+Hello names the load plan that the engine holds, and the bytes that it has stored. The weight map
+and the bases that LoadShards names are the same in most syncs, so they are stored once. Shards that
+the engine rank cannot map are sent in rounds (`rounds`). The engine rank decides which bytes each
+trainer rank sends in which round, and in which order. It reports that unless the trainer has it.
 
 A descriptor with a `proof` opens a session that must leave the weights as they are, bit for bit
 (`session.proof`).
 
 An engine on other devices has a session with the trainer's first rank, over TCP, and gets the bytes
-in an update group (`broadcast.update_group`). The bytes come by broadcast, or from all trainer
-ranks. In the second case each rank sends the part of its shards that the engine reads, and the
-pieces of a LoadBucket lie in the received bytes. The engine sends Receiving when a buffer is free
-and the engine has begun to receive. The trainer sends the bytes when it has Receiving from all
-engine ranks. So the trainer never waits in gloo, which has no abort, for an engine that has failed.
-If Loaded names the trainer's own host, the engine may map the trainer ranks' parameters instead.
-The descriptor is signed with a secret of the group's ranks, so that an engine connects to no other
-process.
+in an update group (`broadcast.update_group`). Buckets come by broadcast, rounds from all trainer
+ranks. The engine sends Receiving when a buffer is free and the engine has begun to receive. The
+trainer sends the bytes when it has Receiving from all engine ranks. So the trainer never waits in
+gloo, which has no abort, for an engine that has failed. If Loaded names a trainer rank's own host,
+the engine may map the parameters of that rank instead. The descriptor is signed with a secret of
+the group's ranks, so that an engine connects to no other process.
 
 Every message has the version and the session's token. msgspec rejects a missing field, a wrong
 type, a number out of its range or an unknown field. Nothing is unpickled. The version changes
@@ -51,17 +59,15 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Sequence
 from typing import Annotated, Literal, TypeAlias, TypeVar
 
 import msgspec
 
 from sglang_loader.common.check_remarks import ManifestCheck
-from sglang_loader.common.regions.arrangement import Size
-from sglang_loader.common.regions.compose import ByteMap
+from sglang_loader.common.regions.read import Size
 from sglang_loader.common.shared_memory import CpuHandle, CudaHandle
 
-SESSION_VERSION = 18
+SESSION_VERSION = 19
 SESSION_FORMAT = "sglang_loader.session"
 """`load_format` of the request that opens a session. The request has a descriptor for each TP rank.
 """
@@ -106,9 +112,7 @@ class SessionDescriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             incomplete. "off" does not check.
         proof: what this session proves, see `Proof`.
         syncs_draft: with speculative decoding, load the draft model as well as its target.
-        host: the trainer rank's, see `Loaded`.
-        group: name of the update group in which buckets come, unless they are `read_only`. If "",
-            the engine maps all buckets.
+        group: name of the update group in which buckets come. If "", the engine maps all buckets.
         senders: name of the update group in which all trainer ranks send, or "" if there is none.
         signature: see `signed`. "" without a group.
     """
@@ -121,7 +125,6 @@ class SessionDescriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     manifest_check: ManifestCheck
     proof: Proof
     syncs_draft: bool
-    host: str
     group: str = ""
     senders: str = ""
     signature: str = ""
@@ -137,27 +140,35 @@ class Hello(_Message, frozen=True, kw_only=True):
 
     Attributes:
         buffers: names of buffers that are still mapped from an earlier session.
+        stored: digests of what is still stored from an earlier session.
         plan: name of the load plan by which this sync may be loaded, or "" if there is none.
-        arrangements: digest of the arrangements by which buckets may come. If "", all must be
-            whole.
         wants_proof: a user has requested a proof of this sync from the engine's server.
     """
 
     buffers: list[str]
+    stored: list[str]
     plan: str
-    arrangements: str
     wants_proof: bool
 
 
 class Welcome(_Message, frozen=True, kw_only=True):
-    """The trainer's message that LoadBucket messages will follow."""
+    """The trainer's message that buckets, or shards, will follow."""
+
+
+class Store(_Message, frozen=True, kw_only=True):
+    """The trainer's message to store bytes, which LoadShards names by their digest.
+
+    LoadShards drops all other stored bytes.
+    """
+
+    data: bytes
 
 
 class SharedBuffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A buffer of the trainer that pieces lie in.
+    """A buffer of the trainer, which the engine maps.
 
     Attributes:
-        slot: its number in the pieces of this session.
+        slot: its number in this session.
         name: name of one block of memory for as long as the block is allocated.
         handle: None if the engine still has the buffer mapped. Each handle is sent once.
         keep: keep the buffer mapped after the session.
@@ -170,72 +181,75 @@ class SharedBuffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     keep: bool
 
 
-class BucketPiece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Consecutive bytes of a bucket, and their places in buffers.
-
-    Attributes:
-        slot: the buffer.
-        offset: offset of the first byte in that buffer, or in the concatenated `shards`.
-        start: offset of the first byte in the bucket's layout.
-        nbytes: length.
-        dims: `(count, stride in bytes)`, outermost first, as in `ByteMap`, or () if the bytes are
-            consecutive.
-        shards: `(slot, offset, length)` of parts of buffers that the bytes are spread over, none
-            empty, the first in `slot`, or () if the bytes are in one buffer.
-    """
-
-    slot: Size
-    offset: Size
-    start: Size
-    nbytes: Size
-    dims: tuple[tuple[Size, Size], ...] = ()
-    shards: tuple[tuple[Size, Size, Size], ...] = ()
-
-    @property
-    def bytes(self) -> ByteMap:
-        """The places of the piece's bytes in the buffer, or in the concatenated shards."""
-        return ByteMap(self.offset, self.dims or ((self.nbytes, 1),))
-
-
 class LoadBucket(_Message, frozen=True, kw_only=True):
     """The trainer's message to load a bucket.
 
     Attributes:
-        index: position in the session, from 0.
-        buffers: buffers of its pieces that no earlier bucket of this session had.
-        pieces: the places of its bytes, by ascending `start`, as `encode_pieces` writes them. A
-            packed bucket has one piece. A bucket that is exchanged or pulled has several. A bucket
-            that is broadcast or sent lies in slot 0, the receive buffer.
-        layout: as `encode_layout` writes it.
-        read_only: the pieces are the trainer ranks' own parameters, which the engine maps also in a
-            session with a group. Pieces may end anywhere in a tensor.
-        arranged: only the arranged bytes come, by the arrangements that Hello names.
-        receives: for each all-to-all in which the bucket is sent, the bytes from each rank of the
-            group. The all-to-alls are received one after the other.
+        index: position among the loads of the session, from 0.
+        buffers: the staging buffer of the bucket, if no earlier bucket of this session had it.
+        slot: the staging buffer that the bucket lies in. Meaningless if the bucket is broadcast.
+        layout: as `encode_layout` writes it. It is the same in most syncs, so it is encoded once.
     """
 
     index: int
     buffers: list[SharedBuffer]
-    # Pieces and layouts are the same in most syncs, so they are encoded once.
-    pieces: bytes
+    slot: Size
     layout: bytes
-    read_only: bool
-    arranged: bool
-    receives: list[list[Words]] = []
+
+
+class LoadShards(_Message, frozen=True, kw_only=True):
+    """The trainer's message to load the whole sync by the copy table.
+
+    The engine maps the trainer ranks' own parameters, also in a session with a group. What it
+    cannot map follows in rounds.
+
+    Attributes:
+        index: position among the loads of the session, always 0.
+        buffers: the blocks that the parameters lie in. The bases number them in this order.
+        host: the host of these blocks, as `Loaded.host`.
+        weight_map: digest of the stored weight map, see `weight_map`.
+        bases: digest of the stored bases of the map's shards, as this engine rank reads them.
+        num_ranks: the number of trainer ranks.
+        round_bytes: about the largest size of a round.
+        rounds: digest of the rounds of this engine rank that the trainer has, or "".
+    """
+
+    index: int
+    buffers: list[SharedBuffer]
+    host: str
+    weight_map: str
+    bases: str
+    num_ranks: Size
+    round_bytes: Annotated[int, msgspec.Meta(ge=1)]
+    rounds: str
+
+
+class LoadRound(_Message, frozen=True, kw_only=True):
+    """The trainer's message to load the next round.
+
+    Attributes:
+        index: position among the loads of the session.
+        buffers: the staging buffer of the round, if no earlier round of this session had it.
+        slot: the staging buffer that the round lies in. Meaningless if the round is received.
+        receives: the bytes from each rank of the group, if the round is received.
+    """
+
+    index: int
+    buffers: list[SharedBuffer]
+    slot: Size
+    receives: list[Words]
 
 
 class Finish(_Message, frozen=True, kw_only=True):
-    """The trainer's message that all buckets were announced.
+    """The trainer's message that everything was announced.
 
     Attributes:
-        num_buckets: in the whole session.
+        num_loads: the LoadBucket, LoadShards and LoadRound messages of the whole session.
         num_tensors: in the whole session.
-        arrangements: digest of the arrangements that the trainer has, or None if it wants none.
     """
 
-    num_buckets: int
+    num_loads: int
     num_tensors: int
-    arrangements: str | None
 
 
 class Commit(_Message, frozen=True, kw_only=True):
@@ -255,17 +269,29 @@ class Abort(_Message, frozen=True, kw_only=True):
     reason: str
 
 
-class BucketDone(_Message, frozen=True, kw_only=True):
-    """The engine's message that the device has finished with a bucket.
+class Rounds(_Message, frozen=True, kw_only=True):
+    """The engine's message on the bytes that trainer ranks are to send to this engine rank.
 
-    The bucket's memory may be written again.
+    Attributes:
+        digest: of the rounds.
+        data: the rounds, encoded (see `rounds`), or None if LoadShards has named the same digest.
+    """
+
+    digest: str
+    data: bytes | None
+
+
+class LoadDone(_Message, frozen=True, kw_only=True):
+    """The engine's message that the device has finished with a bucket, or with all shards.
+
+    The memory may be written again.
     """
 
     index: int
 
 
 class Receiving(_Message, frozen=True, kw_only=True):
-    """The engine's message that it is ready to receive a bucket. The trainer may send the bytes."""
+    """The engine's message that it is ready to receive a load. The trainer may send the bytes."""
 
     index: int
 
@@ -288,7 +314,6 @@ class Loaded(_Message, frozen=True, kw_only=True):
             bytes than the export has.
         num_alike: in a session with a proof, the storages that hold the same bytes as another.
         host: the same in processes that may be able to map each other's memory.
-        arrangements: encoded, for later syncs, or None if the trainer has them or wants none.
         seconds: the engine rank's time in the session: "waiting" for the trainer, "launching"
             (Python code and eager loads), "copying" (waiting for the device), "proving" (taking
             digests, in a session with a proof).
@@ -301,7 +326,6 @@ class Loaded(_Message, frozen=True, kw_only=True):
     differing: list[str]
     num_alike: int
     host: str
-    arrangements: bytes | None
     seconds: dict[str, float]
 
 
@@ -330,14 +354,13 @@ class Failed(_Message, frozen=True, kw_only=True):
 
 
 Decoded = TypeVar("Decoded")
-FromTrainer = Welcome | LoadBucket | Finish | Commit | Abort
-FromEngine = Hello | Receiving | BucketDone | Loaded | Published | Failed
+FromTrainer = Welcome | Store | LoadBucket | LoadShards | LoadRound | Finish | Commit | Abort
+FromEngine = Hello | Rounds | Receiving | LoadDone | Loaded | Published | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 FROM_TRAINER: msgspec.msgpack.Decoder[FromTrainer] = msgspec.msgpack.Decoder(FromTrainer)
 FROM_ENGINE: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
-PIECES = msgspec.msgpack.Decoder(list[BucketPiece])
-"""A decoder of pieces. These three decoders are arguments of `decode`."""
+"""The decoders of a trainer's and of an engine's messages, for `decode`."""
 _descriptor = msgspec.json.Decoder(SessionDescriptor)
 
 
@@ -345,15 +368,11 @@ def encode(message: FromTrainer | FromEngine) -> bytes:
     return _encoder.encode(message)
 
 
-def encode_pieces(pieces: Sequence[BucketPiece]) -> bytes:
-    return _encoder.encode(pieces)
-
-
 def decode(decoder: msgspec.msgpack.Decoder[Decoded], data: bytes) -> Decoded:
-    """Parse the output of `encode` or `encode_pieces`.
+    """Parse the output of `encode`.
 
     Raises:
-        SessionError: not the output of these functions.
+        SessionError: not the output of `encode`.
     """
     try:
         return decoder.decode(data)

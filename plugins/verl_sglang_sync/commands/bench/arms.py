@@ -31,7 +31,7 @@ from verl_sglang_sync.sync.sharding_manager import SGLangShardingManager
 BUCKET_BYTES = 2048 << 20
 SYNC_STAGES = ("open", "export", "confirm", "gather", "pack", "load", "commit", "publish", "prove")
 COUNTS = (
-    *("num_buckets", "num_replayed", "num_pulled", "num_exchanged", "num_arranged", "num_sent"),
+    *("num_buckets", "num_replayed", "num_pulled", "num_exchanged", "num_sent"),
     *("sent_bytes", "eager_reason", "staging_bytes"),
 )
 

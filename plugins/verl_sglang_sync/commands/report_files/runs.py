@@ -27,8 +27,20 @@ import msgspec
 from verl_sglang_sync.report import SyncReport
 
 STAGES = (
-    *("release", "resume_weights", "resume_weights_and_kv_cache", "open", "export", "pack"),
-    *("gather", "send", "confirm", "load", "commit", "publish", "reply", "learn", "prove", "other"),
+    *("release", "resume_weights", "resume_weights_and_kv_cache", "open", "export", "plan"),
+    *(
+        "pack",
+        "gather",
+        "send",
+        "confirm",
+        "load",
+        "commit",
+        "publish",
+        "reply",
+        "learn",
+        "prove",
+        "other",
+    ),
     "resume_kv_cache",
 )
 """Stages in the order of display. "other" is the part of "sync" outside of its stages."""

@@ -1,36 +1,24 @@
-"""Reads of shards: for each byte that an engine rank reads, the trainer rank whose shard has it.
+"""Owners of bytes: which trainer rank holds which bytes of a parameter.
 
 A parameter is the concatenation of its shards (`Owners`). FSDP2's shards are torch's chunks along
 the first dimension, of which the last may be short or empty. Megatron's shards are the parameters
 of tensor and expert parallel ranks, with a replica on each data parallel rank.
 
-An engine rank reads bytes of exported tensors (`Arrangement`), a tensor is bytes of a parameter
-(`Origin`), and a parameter lies in shards on the trainer's ranks. `shard_reads` composes the three:
-
-    for part in shard_reads(arrangement, origins, owners):
-        part.holders                    # ranks that hold the shard
-        part.read.tensor                # number of the parameter
-        part.read.offset                # offset of the bytes in the shard
-        part.read.start                 # offset of the bytes in the arranged buffer
-
-For exchange and send the arrangement is what an engine rank reads. For pull the arrangement is the
-whole bucket (`whole_bucket`). All functions here compute with plain numbers.
+An exported tensor is bytes of a parameter (`Origin`), and a parameter lies in shards on the
+trainer's ranks. All functions here compute with plain numbers.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from sglang_loader.common.layout import BucketLayout
-from sglang_loader.common.regions.arrangement import Arrangement, Read
-from sglang_loader.common.regions.compose import ByteMap, compose_read
-from sglang_loader.common.regions.geometry import split_copy
+from sglang_loader.common.regions.compose import ByteMap
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,65 +134,3 @@ def _check_own_shard(parameter: DTensor, local: torch.Tensor, owners: Owners) ->
         raise NotOwned(
             f"its shard begins at byte {actual[0]} and has {actual[1]}, expected {expected}"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class ShardRead:
-    """Bytes to be read from one shard.
-
-    Attributes:
-        holders: the ranks that hold the shard.
-        read: the bytes, where `read.tensor` is the number of the parameter, and `read.offset` an
-            offset in the shard.
-    """
-
-    holders: tuple[int, ...]
-    read: Read
-
-    def owner(self, reader: int) -> int:
-        """Return the holder from which a rank reads."""
-        return nearest(self.holders, reader)
-
-
-def whole_bucket(layout: BucketLayout) -> Arrangement:
-    """Return the arrangement of a whole bucket: all tensors, at their offsets in the layout."""
-    return tuple(
-        Read(i, 0, (), tensor.nbytes, tensor.offset) for i, tensor in enumerate(layout.tensors)
-    )
-
-
-def shard_reads(
-    arrangement: Arrangement,
-    origins: Sequence[Origin],
-    owners: Sequence[Owners],
-    only: int | None = None,
-) -> Iterator[ShardRead]:
-    """Yield the reads of an arrangement in order, cut at the ends of shards.
-
-    Args:
-        origins: the origins of the bucket's tensors, in the order of the layout.
-        owners: the owners of all parameters.
-        only: a rank. Parameters of which this rank holds no shard are skipped.
-    """
-    for read in arrangement:
-        if not read.nbytes:
-            continue
-        origin = origins[read.tensor]
-        held = owners[origin.parameter]
-        if only is not None and not held.is_held_by(only):
-            continue  # without composing the bytes of the read
-        wanted = Read(origin.parameter, read.offset, read.dims, read.run, read.start)
-        for part in compose_read(origin.bytes, wanted):
-            # Most parts lie in one shard, where the division below is not needed.
-            if part.stop <= held.range_of(held.shard_of(part.offset))[1]:
-                yield _shard_read(part, held)
-                continue
-            for copy in split_copy(part.as_copy(), held.starts):
-                yield _shard_read(Read.from_copy(copy, part.tensor), held)
-
-
-def _shard_read(read: Read, held: Owners) -> ShardRead:
-    shard = held.shard_of(read.offset)
-    offset = read.offset - held.starts[shard]
-    within = Read(read.tensor, offset, read.dims, read.run, read.start)
-    return ShardRead(held.holders[shard], within)

@@ -1,0 +1,189 @@
+"""The map from a sync's buckets to the trainer ranks' shards, by which engines pull.
+
+A shard is the part of one parameter that a trainer rank holds. The map numbers the shards, and says
+for each bucket which bytes of which shard it consists of. The map is equal for all engine ranks and
+holds as long as the trace of the export, so it is sent once. The addresses of the shards are not in
+the map. They are the *bases*, one for each shard, and differ by engine rank:
+
+    encoded = encode_weight_map(shard_nbytes, [(encode_layout(layout), pieces), ...])   # trainer
+    weight_map = decode_weight_map(encoded)                                             # engine
+    weight_map.buckets[0].copies(copy)         # copies from numbered shards
+    shards = ShardMemory(weight_map, decode_bases(bases), blocks)       # in this process
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sglang_loader.common.bucket_source import BucketMap, BucketPiece, BucketSource
+from sglang_loader.common.layout import BucketLayout, WireError, decode_layout
+from sglang_loader.common.regions.read import Size
+
+Bases = npt.NDArray[np.int64]
+"""`[num_shards, 2]`: the number of each shard's block, and the offset of the shard in the block.
+
+A shard that the engine rank cannot map has `SENT`, and the trainer rank that sends its bytes.
+"""
+
+SENT = -1
+"""The block of a shard whose bytes are sent."""
+
+MAPPED = -1
+"""The sender of a shard that the engine rank maps."""
+
+
+class _EncodedBucket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    layout: bytes
+    pieces: list[BucketPiece]
+
+
+class _EncodedMap(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    shard_nbytes: list[Size]
+    buckets: list[_EncodedBucket]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_EncodedMap)
+
+
+@dataclass(frozen=True, eq=False)
+class WeightMap:
+    """The decoded map of one sync. Maps are compared by identity.
+
+    Attributes:
+        shard_nbytes: the size of each shard.
+        layouts: the layouts of the buckets, in order.
+        buckets: the places of the buckets' bytes. A `BucketPiece.slot` is the number of a shard.
+    """
+
+    shard_nbytes: tuple[int, ...]
+    layouts: tuple[BucketLayout, ...]
+    buckets: tuple[BucketMap, ...]
+
+    @property
+    def num_tensors(self) -> int:
+        """The number of tensors of a sync."""
+        return sum(len(layout.tensors) for layout in self.layouts)
+
+
+def encode_weight_map(
+    shard_nbytes: Sequence[int], buckets: Iterable[tuple[bytes, Sequence[BucketPiece]]]
+) -> bytes:
+    """Encode a map.
+
+    Args:
+        buckets: the encoded layout and the pieces of each bucket, in order.
+    """
+    encoded = [_EncodedBucket(layout, list(pieces)) for layout, pieces in buckets]
+    return _encoder.encode(_EncodedMap(list(shard_nbytes), encoded))
+
+
+def decode_weight_map(data: bytes) -> WeightMap:
+    """Parse and check a map.
+
+    Raises:
+        WireError: not a map, pieces that overlap, or a piece that leaves its shard or its bucket.
+    """
+    try:
+        encoded = _decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise WireError(f"not a weight map: {error}") from None
+    layouts = tuple(decode_layout(bucket.layout) for bucket in encoded.buckets)
+    try:
+        buckets = tuple(BucketMap(bucket.pieces) for bucket in encoded.buckets)
+    except ValueError as error:
+        raise WireError(f"not a weight map: {error}") from None
+    for index, (layout, bucket) in enumerate(zip(layouts, buckets, strict=True)):
+        if bucket.nbytes > layout.nbytes:
+            raise WireError(f"a piece of bucket {index} leaves the bucket's {layout.nbytes} bytes")
+        for shard, needed in bucket.needs.items():
+            nbytes = encoded.shard_nbytes[shard] if shard < len(encoded.shard_nbytes) else 0
+            if needed > nbytes:
+                raise WireError(
+                    f"bucket {index} needs {needed} bytes of shard {shard}, which has {nbytes}"
+                )
+    return WeightMap(tuple(encoded.shard_nbytes), layouts, buckets)
+
+
+def encode_bases(bases: Sequence[tuple[int, int]]) -> bytes:
+    """Encode the `(block, offset)` of each shard."""
+    return np.array(bases, dtype="<i8").reshape(-1, 2).tobytes()
+
+
+def decode_bases(data: bytes) -> Bases:
+    """Parse the output of `encode_bases`.
+
+    Raises:
+        WireError: not bases, or a negative number other than `SENT`.
+    """
+    if len(data) % 16:
+        raise WireError(f"{len(data)} bytes are not the bases of shards")
+    bases = np.frombuffer(data, dtype="<i8").reshape(-1, 2)
+    if (bases < (SENT, 0)).any():
+        raise WireError("a base is negative")
+    return bases
+
+
+class ShardMemory:
+    """The trainer ranks' shards in the memory of this process. Copies that are bound hold it.
+
+    Args:
+        bases: one for each shard of the map.
+        blocks: flat contiguous uint8, in the order in which the bases number the blocks.
+
+    Attributes:
+        senders: for each shard the trainer rank that sends its bytes, or `MAPPED`.
+
+    Raises:
+        WireError: the bases are of another map, or a shard leaves its block.
+    """
+
+    def __init__(self, weight_map: WeightMap, bases: Bases, blocks: Sequence[torch.Tensor]) -> None:
+        if len(bases) != len(weight_map.shard_nbytes):
+            raise WireError(f"{len(bases)} bases came for {len(weight_map.shard_nbytes)} shards")
+        is_sent = bases[:, 0] == SENT
+        # Nothing may read outside of the mapped blocks. A block that does not exist has no room.
+        room = np.array([*(block.numel() for block in blocks), -1], dtype=np.int64)
+        numbers = np.minimum(bases[:, 0], len(blocks))
+        stops = bases[:, 1] + np.array(weight_map.shard_nbytes, dtype=np.int64)
+        if (outside := np.flatnonzero((stops > room[numbers]) & ~is_sent)).size:
+            shard = int(outside[0])
+            block, offset = bases[shard].tolist()
+            raise WireError(
+                f"shard {shard}, {weight_map.shard_nbytes[shard]} bytes from byte {offset} of "
+                f"block {block}, leaves the {len(blocks)} blocks of the trainer's memory"
+            )
+        self.weight_map = weight_map
+        self.bases = bases
+        self.blocks = tuple(blocks)
+        self.senders = tuple(np.where(is_sent, bases[:, 1], MAPPED).tolist())
+
+    @property
+    def are_mapped(self) -> bool:
+        """True if no shard is sent."""
+        return all(sender == MAPPED for sender in self.senders)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the blocks, or the CPU if there is none."""
+        return self.blocks[0].device if self.blocks else torch.device("cpu")
+
+    def of(self, shards: Iterable[int]) -> dict[int, torch.Tensor]:
+        """Return the memory of some shards, by their numbers."""
+        found = {}
+        for shard in shards:
+            block, offset = self.bases[shard].tolist()
+            nbytes = self.weight_map.shard_nbytes[shard]
+            found[shard] = self.blocks[block][offset : offset + nbytes]
+        return found
+
+    def source(self, index: int) -> BucketSource:
+        """Return the source of one bucket, for a load without a copy table."""
+        bucket = self.weight_map.buckets[index]
+        return BucketSource(bucket, self.of(bucket.needs))

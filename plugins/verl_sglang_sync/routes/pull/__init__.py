@@ -1,1 +1,0 @@
-"""Route "pull": engines read the trainer ranks' parameters in place."""

@@ -1,1 +1,0 @@
-"""Common code of routes "exchange" and "send": trainer ranks send parts of their shards."""

@@ -1,0 +1,539 @@
+"""The route by the copy table: engine ranks get the trainer ranks' shards, without an export.
+
+No bytes are exported or gathered. An engine rank joins its load plan with the weight map of the
+trainer ranks' shards (`load_plan.copy_table`). It maps the memory of trainer ranks on its own host,
+and copies from there the bytes that it needs. The other trainer ranks send it the bytes that it
+lists, in rounds (`sending`). The wire is chosen for each pair of ranks (`wires`). Engines share the
+trainer ranks' GPUs, or have other GPUs.
+
+The route traces the export once. The trace maps each exported tensor to bytes of shards. Each rank
+then compares its own shards, bit for bit, with the full export that the engines load
+(`sources.comparison`), and sends the locations of its shards to the other ranks:
+
+    route.learn(exported_sync)                     # after a good exported sync
+    source = route.choose(export, report)          # in the next syncs
+    route.recover(cause, export)                   # after a failed sync
+
+An optimizer changes the contents of the memory, but neither the trace nor the locations. Parameters
+that return at other addresses (`param_offload`) are located before each sync. Any other change is
+detected before the engines may publish, and the sync is repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+
+import torch
+
+from sglang_loader.common.copies.strided import synchronize_device
+from sglang_loader.common.ranks import Reason, attempt
+from sglang_loader.common.rounds import (
+    RoundPart,
+    decode_parts,
+    decode_rounds,
+    encode_parts,
+    parts_of,
+)
+from sglang_loader.common.shared_memory import BufferHandle, drop_references, host_id
+from verl_sglang_sync.engine.engine_ranks import EngineRank, wait_for
+from verl_sglang_sync.engine.session import BlockNotMapped, EngineCannotMap, TrainerSession
+from verl_sglang_sync.ranks import own_rank, world_size
+from verl_sglang_sync.report import SyncReport, warn_once
+from verl_sglang_sync.routes.route import (
+    Delivery,
+    ExportedSync,
+    Recovery,
+    Route,
+    RouteContext,
+    RouteState,
+    Sending,
+    SyncSource,
+)
+from verl_sglang_sync.routes.table.located import (
+    NO_MEMORY,
+    ParameterLocations,
+    TablePlan,
+    share_shards,
+)
+from verl_sglang_sync.routes.table.sending import Sender, SendPlan, all_to_all_bytes
+from verl_sglang_sync.routes.table.transports import RoundsInSync, Transport
+from verl_sglang_sync.routes.table.weight_map import MemoryTable
+from verl_sglang_sync.routes.table.wires import Wires
+from verl_sglang_sync.sources.export import NamedTensor
+from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport
+from verl_sglang_sync.sources.memory_blocks import Block, BlockNames, share_block
+from verl_sglang_sync.sources.replicas import check_replicas, differing_replicas
+from verl_sglang_sync.sources.snapshot import (
+    SourcesChanged,
+    SourcesSnapshot,
+    empties_storages,
+    locals_of,
+    require_sources,
+)
+
+ROUNDS_PER_BUCKET = 2
+"""Rounds are half a bucket: two staging buffers and two scratch buffers are two buckets."""
+
+
+class TableRoute(Route):
+    """The route by the copy table.
+
+    Args:
+        record: records a handle before the handle leaves this process.
+        transport: makes the exchange of rounds, given the plan of a sender.
+
+    Attributes:
+        sends: True if an engine rank of any trainer rank is sent shards. Equal on all ranks.
+    """
+
+    fallback_text = "every weight is exported in full, instead of what the engines read"
+
+    def __init__(
+        self,
+        context: RouteContext,
+        record: Callable[[BufferHandle], None],
+        transport: Transport,
+    ) -> None:
+        super().__init__(context)
+        self.sends = False
+        self._limit_s = context.settings.request_timeout_s
+        self._may_map = "pull" in context.settings.routes
+        self._may_send = "exchange" in context.settings.routes
+        self._round_bytes = max(1, context.settings.bucket_bytes // ROUNDS_PER_BUCKET)
+        self._record = record
+        self._transport = transport
+        self._block_names = BlockNames()
+        self._plan: TablePlan | None = None
+        self._wires: Wires | None = None
+        self._is_colocated = context.is_colocated
+        self._own_readers = range(0)  # positions of this rank's engine ranks among all
+        # If None, the next sync locates the parameters and makes new handles.
+        self._locations: ParameterLocations | None = None
+        self._blocks_read: frozenset[str] = frozenset()  # in the last sync by this route
+        self._sender: Sender | None = None  # made for `_listed_rounds`
+        # The engine ranks that are sent to, by position, with the digests of their rounds.
+        self._listed_rounds: list[tuple[int, str]] = []
+
+    def _source(self, weights: Iterable[NamedTensor], report: SyncReport) -> SyncSource | None:
+        if not self._is_colocated and not self._ranks.all(not self._have_changed()):
+            warn_once("weight sync: full export for this sync, as the set of engines changed")
+            return None
+        if self.state is RouteState.PROVEN and not self._num_syncs:
+            self.check_replicas(weights)  # an optimizer may have stepped since the proof
+        if empties_storages(weights) or self._locations is None:
+            reason = self._locate(weights, shares=True)
+            if reason is not None and (reason.is_final or self.state is RouteState.LEARNT):
+                self.refuse(reason)
+            elif reason is not None:
+                warn_once(f"weight sync: full export for this sync: {reason}")
+            if reason is not None:
+                return None
+        assert self._locations is not None, "without a reason the parameters are located"
+        # A trainer that offloads parameters must free their memory, and cannot free mapped memory.
+        # The engines therefore keep blocks mapped only if the last sync read the same blocks.
+        keep_mapped = self._blocks_read == self._locations.all_blocks
+        return TableSource(self, self._locations, weights, report, keep_mapped)
+
+    def can_learn(self, weights: Iterable[NamedTensor]) -> bool:
+        return (self._may_map or self._may_send) and super().can_learn(weights)
+
+    def wants_comparison(self, weights: Iterable[NamedTensor]) -> bool:
+        return self.can_learn(weights) and self._source_map.can_trace_before_export(weights)
+
+    def prepare_to_learn(self, weights: Iterable[NamedTensor]) -> None:
+        self._source_map.trace_alone(weights)
+        if self._source_map.is_traced(weights):
+            self._make_plan()
+
+    def learn(self, sync: ExportedSync) -> None:
+        self.forget()
+        self._sender, self._listed_rounds, self.sends = None, [], False
+        readers, hosts = self._readers(), [outcome.host for outcome in sync.loaded]
+        assert len(readers) == len(hosts), "one outcome for each engine rank of this rank"
+        num_unplanned = sum(not outcome.may_read_in_place for outcome in sync.loaded)
+        gathered = self._ranks.gather((host_id(), hosts, num_unplanned))
+        trainer_hosts, reader_hosts, nums_unplanned = zip(*gathered, strict=True)
+        first = sum(map(len, reader_hosts[: own_rank()]))
+        self._own_readers = range(first, first + len(hosts))
+        self._prepared_for = readers
+        if sum(nums_unplanned):
+            self._note_obstacle(f"{sum(nums_unplanned)} engine ranks have no load plan")
+            return
+        self._wires = Wires(
+            tuple(trainer_hosts),
+            tuple(chain(*reader_hosts)),
+            self._first_reader,
+            can_map=self._may_map,
+        )
+        reason = self._ranks.common_reason(self._difference(sync) or self._make_plan())
+        if reason is None:
+            if (obstacle := self._choose_wires()) is not None:
+                self._note_obstacle(obstacle)
+                return
+            reason = self._locate(sync.weights, shares=False)
+            if reason is not None and reason.is_final and self._may_map and self._may_send:
+                # Parameters that no engine can map can still be sent.
+                self._map_nothing(reason)
+                self._wires = replace(self._wires, can_map=False)
+                self._choose_wires()
+                reason = self._locate(sync.weights, shares=False)
+        self._conclude(reason)
+
+    def _map_nothing(self, reason: Reason) -> None:
+        """Send all shards from now on."""
+        self._may_map = False
+        warn_once(
+            "weight sync: all weights are sent to the engines from now on, through staging "
+            f"buffers, as an engine cannot map the trainer's memory: {reason}"
+        )
+
+    def _note_obstacle(self, text: str) -> None:
+        """Record why this exported sync cannot prepare the route. The next one may."""
+        warn_once(f"weight sync: {self.fallback_text}: {text}")
+        self.reason = text
+
+    def _choose_wires(self) -> str | None:
+        """Find the engine ranks that are sent shards.
+
+        Returns:
+            The reason why the settings leave an engine rank without a wire, or None.
+        """
+        assert self._wires is not None and self._plan is not None
+        wires, owners = self._wires, self._plan.traced.owners
+        sent_to = [wires.is_sent_to(reader, owners) for reader in range(len(wires.reader_hosts))]
+        self.sends = any(sent_to)
+        pairs = list(zip(self._readers(), self._own_readers, strict=True))
+        replicas = {reader.replica for reader, position in pairs if sent_to[position]}
+        for reader, position in pairs:
+            # All engine ranks of a replica are in the group of those that are sent to.
+            is_in_group = not self._is_colocated and reader.replica in replicas
+            reader.is_sent_to = sent_to[position] or is_in_group
+        if self.sends and not self._may_send:
+            return (
+                f"{sum(sent_to)} of {len(sent_to)} engine ranks are on other nodes than trainer "
+                "ranks whose shards they read, and routes has no exchange"
+            )
+        return None
+
+    def recover(self, cause: BaseException | None, weights: Iterable[NamedTensor]) -> Recovery:
+        cannot_map = None
+        if isinstance(cause, EngineCannotMap):
+            cannot_map = Reason(str(cause), is_final=True)
+        if (agreed := self._ranks.common_reason(cannot_map)) is not None:
+            self.refuse_unproven(agreed, cannot_map=True)
+            return Recovery.EXPORT
+        has_moved = cause is None or isinstance(cause, SourcesChanged | BlockNotMapped)
+        # In disaggregated mode a repeated sync needs new sessions, see `RemoteEngines.abandon`.
+        if self._is_colocated and self._ranks.all(has_moved):
+            state = self.state
+            self.forget()
+            if self._locate(weights, shares=False) is None:
+                self.state = state
+                return Recovery.AGAIN
+        return super().recover(cause, weights)
+
+    def refuse_unproven(self, reason: Reason, *, cannot_map: bool) -> None:
+        if cannot_map and self._may_map and self._may_send:
+            self.forget()
+            self._map_nothing(reason)
+            return
+        super().refuse_unproven(reason, cannot_map=cannot_map)
+
+    def forget(self) -> None:
+        """Drop the preparation and the locations. The engines may have unmapped any block."""
+        super().forget()
+        self.free_scratch()
+        self._locations = None
+
+    def free_scratch(self) -> None:
+        if self._sender is not None:
+            self._sender.end()
+
+    def note_unmapped(self) -> None:
+        self._locations = None
+
+    def _note_read(self, locations: ParameterLocations, keep_mapped: bool) -> None:
+        """Record the blocks that the engines have read and keep mapped, after a good sync."""
+        self._blocks_read = locations.all_blocks
+        used = replace(locations, handles=tuple({} for _ in locations.handles))
+        self._locations = used if keep_mapped else None
+
+    def _confirm(self, locations: ParameterLocations, sources: Mapping[str, torch.Tensor]) -> None:
+        """Raise `SourcesChanged` if the parameters were replaced or have moved."""
+        assert self._plan is not None, "a prepared route has a plan"
+        if self._cutter.buckets != self._plan.buckets:
+            raise SourcesChanged("the export is cut into other buckets")
+        locations.snapshot.require_unchanged(sources)
+
+    def _difference(self, sync: ExportedSync) -> Reason | None:
+        """Compare the full export with this rank's shards. Collective.
+
+        If the sync has no comparison, or the trace of its comparison is outdated, export once more.
+
+        Returns:
+            The difference or the failure of the comparison, or None if the bytes are equal.
+        """
+        comparison = sync.comparison
+        new_export: Iterable[NamedTensor] = ()
+        if comparison is None or not self._source_map.is_current(comparison, sync.weights):
+            comparison = self._source_map.begin_comparison(sync.weights)
+            new_export = sync.weights if comparison.traced is not None else ()
+        if comparison.traced is not None:
+            self._check_replicas(comparison.traced, comparison.parameters)
+
+        def finish() -> Reason | None:
+            for pair in new_export:
+                comparison.add([pair])
+            return comparison.finish()
+
+        problem, failed = attempt(finish)
+        return problem or failed
+
+    def check_replicas(self, weights: Iterable[NamedTensor]) -> None:
+        if self._plan is not None and self.is_prepared:
+            traced = self._plan.traced
+            sources, _ = self._ranks.step(
+                partial(self._source_map.current, weights, traced), passing=(SourcesChanged,)
+            )
+            if sources is not None:
+                self._check_replicas(traced, sources)
+
+    def _check_replicas(self, traced: TracedExport, sources: Mapping[str, torch.Tensor]) -> None:
+        """Check that the TP ranks of each engine get parts of one model. Collective.
+
+        Raises:
+            WeightSyncError: an engine would get parts of different models.
+        """
+        difference = differing_replicas(traced, sources, self._ranks, self._device)
+        numbers = [self._first_reader + reader for reader in self._own_readers]
+        replicas: list[object] = [reader.replica for reader in self._readers()]
+        if self._is_colocated:
+            replicas = [self._ranks.replica_ranks for _ in numbers]
+        readers = list(zip(replicas, numbers, strict=True))
+        check_replicas(difference, readers, self._ranks)
+
+    def _make_plan(self) -> Reason | None:
+        """Map all buckets to shards, if the present plan is outdated.
+
+        Returns:
+            The reason of a failure, or None.
+        """
+        traced, buckets, plan = self._source_map.traced, self._cutter.buckets, self._plan
+        if plan is not None and plan.traced is traced and plan.buckets == buckets:
+            return None
+
+        self._plan, reason = attempt(partial(TablePlan.of, traced, buckets), NotTraceable)
+        return reason
+
+    def _locate(self, weights: Iterable[NamedTensor], *, shares: bool) -> Reason | None:
+        """Locate the parameters of all ranks. Collective.
+
+        Args:
+            shares: create the handles that engines need. A handle keeps its memory until an engine
+                uses the handle, so only a sync creates handles. If False, only check that the
+                parameters can be located.
+
+        Returns:
+            The reason why engines cannot read the parameters, or None.
+        """
+        self._locations = None
+        handles: list[BufferHandle] = []
+        own, reason = self._ranks.step(
+            partial(self._own_memory, weights, shares, handles),
+            NotTraceable,
+            passing=(SourcesChanged,),
+        )
+        if own is not None and shares:
+            snapshot, own_table = own
+            tables = self._ranks.gather(own_table)
+            plan, wires, readers = self._plan, self._wires, self._own_readers
+            assert plan is not None and wires is not None, "both have located this rank's memory"
+            self._locations, reason = self._ranks.step(
+                partial(ParameterLocations.of, plan, snapshot, tables, wires, readers), NotTraceable
+            )
+        if reason is not None:
+            drop_references(handles)  # no engine gets these handles
+        return reason
+
+    def _own_memory(
+        self, weights: Iterable[NamedTensor], shares: bool, handles: list[BufferHandle]
+    ) -> tuple[SourcesSnapshot, MemoryTable]:
+        """Locate this rank's parameters.
+
+        Args:
+            handles: the list to which new handles are added.
+
+        Returns:
+            A snapshot, to detect changes later, and the table for the other ranks.
+        """
+        assert self._plan is not None, "a trace is needed first"
+        sources = self._source_map.current(weights, self._plan.traced)
+        if empties_storages(weights):
+            # The parameters return in other memory, so the names of earlier blocks are outdated.
+            self._block_names = BlockNames()
+        assert self._wires is not None, "the wires are chosen with the plan"
+        mapping = self._wires.readers_of(own_rank())
+        if not mapping:
+            return SourcesSnapshot(sources, with_addresses=False), NO_MEMORY
+        share = partial(self._share_block, mapping if shares else (), handles)
+        table = share_shards(self._plan.traced, sources, self._device, own_rank(), share)
+        return SourcesSnapshot(sources), table
+
+    def _share_block(
+        self,
+        mapping: Sequence[int],
+        handles: list[BufferHandle],
+        block: Block,
+        member: torch.UntypedStorage,
+    ) -> tuple[str, Mapping[int, BufferHandle]]:
+        """Return a block's name, and a handle for each engine rank of `mapping`."""
+        name = self._block_names.name_of(block, member)
+        try:
+            by_reader = {reader: share_block(block, member) for reader in mapping}
+        except ValueError as error:  # memory of a kind that has no handles
+            raise NotTraceable(str(error)) from error
+        handles += by_reader.values()
+        for handle in by_reader.values():
+            self._record(handle)
+        return name, by_reader
+
+    def _prepare_rounds(
+        self, weights: Iterable[NamedTensor], engines: Sequence[EngineRank]
+    ) -> Sender:
+        """Make ready to send, with the rounds that the engine ranks have listed. Collective."""
+        plan = self._plan
+        assert plan is not None, "a prepared route has a plan"
+        pairs = zip(self._own_readers, [engine.reader for engine in engines], strict=True)
+        own = {position: reader for position, reader in pairs if reader.is_sent_to}
+        named = {position: reader.rounds_digest for position, reader in own.items()}
+        listed = list(chain(*(of_rank.items() for of_rank in self._ranks.gather(named))))
+        if self._sender is None or not self._ranks.all(listed == self._listed_rounds):
+            self.free_scratch()
+            # Each trainer rank needs only its own parts of the rounds.
+            parts = [
+                encode_parts({at: parts_of(reader.rounds, rank) for at, reader in own.items()})
+                for rank in range(world_size())
+            ]
+            by_reader: dict[int, list[RoundPart]] = {}
+            for data in all_to_all_bytes(parts, self._ranks, self._device):
+                by_reader.update(decode_parts(data))
+            positions = [position for position, _ in listed]
+            places, num_ranks = self._transport.destinations(positions)
+            readers = [by_reader[position] for position in positions]
+            send_plan = SendPlan.of(plan.traced, readers, places, num_ranks)
+            self._sender, self._listed_rounds = Sender(send_plan, self._device), listed
+        sender = self._sender
+        sources = self._source_map.current(weights, plan.traced)
+        nothing = torch.empty(0, device=self._device)
+        rank = own_rank()
+        shards = [
+            sources[parameter.source] if parameter.owners.is_held_by(rank) else nothing
+            for parameter in plan.traced.parameters
+        ]
+        sender.begin(locals_of(shards))
+        return sender
+
+
+@dataclass(eq=False)
+class TableSource(SyncSource):
+    """One sync by the copy table.
+
+    The engines may keep the memory of the parameters mapped after the sync.
+    """
+
+    _route: TableRoute
+    _locations: ParameterLocations
+    _weights: Iterable[NamedTensor]
+    _report: SyncReport
+    _keep_mapped: bool
+    _has_announced: bool = False
+    _rounds: RoundsInSync | None = None
+
+    def __post_init__(self) -> None:
+        self.is_collective = self._route.sends
+
+    def start(self) -> None:
+        """Wait for the work on this rank that writes the parameters, and hold the parameters.
+
+        Engines may read after all ranks have taken this step. If a parameter is replaced during the
+        sync, its memory is not freed while engines read.
+        """
+        synchronize_device(self._route._device)  # an optimizer may work on a stream of its own
+        with self._report.stage("confirm"):
+            self._sources = require_sources(self._weights)()
+
+    def send(self, sessions: Sending, delivery: Delivery) -> None:
+        """Request the engines to load all shards, and send those that an engine cannot map.
+
+        Raises:
+            BlockNotMapped: an engine has unmapped a block of which no handle is left.
+        """
+        locations, self._has_announced, route = self._locations, True, self._route
+        engines = sessions.engine_ranks
+        triples = zip(engines, locations.blocks, locations.handles, strict=True)
+        for engine, blocks, handles in triples:
+            engine.session.map_blocks(blocks, handles, keep=self._keep_mapped)
+        for engine, bases, host in zip(engines, locations.bases, locations.hosts, strict=True):
+            with engine.naming_errors():
+                engine.session.load_shards(
+                    locations.weight_map,
+                    bases,
+                    host=host,
+                    num_ranks=world_size(),
+                    round_bytes=route._round_bytes,
+                    rounds=engine.reader.rounds_digest if engine.reader.is_sent_to else "",
+                )
+        if route.sends:
+            sent_to = [engine for engine in engines if engine.reader.is_sent_to]
+            # All ranks go on to the collectives of the rounds, or none does.
+            with route._ranks.section(), self._report.stage("plan"):
+                self._receive_rounds(sent_to)
+                sender = route._prepare_rounds(self._weights, engines)
+                rounds = route._transport.rounds(sender, sent_to, self._report)
+            self._rounds = rounds
+            rounds.run()
+        for bucket in route._cutter.buckets:
+            sessions.count(bucket)
+
+    def _receive_rounds(self, engines: Sequence[EngineRank]) -> None:
+        """Wait until these engine ranks have listed their rounds."""
+        limit_s = self._route._limit_s
+        wait_for(engines, has_listed, limit_s)
+        for engine in engines:
+            listed, reader = engine.session.rounds, engine.reader
+            assert listed is not None, "waited for"
+            if listed.data is not None:
+                with engine.naming_errors():
+                    reader.rounds = decode_rounds(listed.data, world_size())
+                reader.rounds_digest = listed.digest
+
+    def confirm(self) -> None:
+        with self._report.stage("confirm"):
+            self._route._confirm(self._locations, self._sources)
+
+    def drain(self) -> None:
+        """Drop the handles if the sync has failed before any engine got a handle.
+
+        If rounds have begun, take part in the others.
+        """
+        if not self._has_announced:
+            for handles in self._locations.handles:
+                drop_references(handles.values())
+        if self._rounds is not None:
+            self._rounds.drain()
+
+    def end(self) -> None:
+        route, num_buckets = self._route, len(self._route._cutter.buckets)
+        if self._locations.all_blocks:
+            self._report.num_pulled += num_buckets
+        if self._rounds is not None:
+            self._rounds.count(self._report, num_buckets)
+        route._note_read(self._locations, self._keep_mapped)
+
+
+def has_listed(session: TrainerSession) -> bool:
+    """Return True if the engine rank has listed its rounds."""
+    return session.rounds is not None

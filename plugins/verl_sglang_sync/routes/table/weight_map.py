@@ -1,0 +1,161 @@
+"""The weight map and the bases that engines pull by, made from the trace of the export. Pure.
+
+weight_map = weight_map_of(buckets, traced)          # once, equal for all engine ranks
+bases = bases_for(traced, tables, number)            # where the shards are, for one engine rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import msgspec
+
+from sglang_loader.common.bucket_source import BucketPiece
+from sglang_loader.common.layout import BucketLayout
+from sglang_loader.common.shared_memory import BufferHandle
+from sglang_loader.common.weight_map import SENT, encode_bases, encode_weight_map
+from verl_sglang_sync.engine.session import StoredBytes
+from verl_sglang_sync.routes.table.wires import Wires
+from verl_sglang_sync.sources.bucket_cutter import Bucket
+from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport
+from verl_sglang_sync.sources.owners import Origin, Owners
+
+NO_BYTES = (-1, 0)
+"""The entry of `MemoryTable.shards` for a parameter of which the rank holds no bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryTable:
+    """The locations of one rank's shards, in the form that the other ranks get.
+
+    Attributes:
+        blocks: by the name of a memory block that contains shards: a handle for each engine rank
+            that maps the block, or none if no handles are wanted. A handle is used once.
+        shards: by parameter: the position of its block, and the offset of the shard in the block.
+            `NO_BYTES` if the rank holds no bytes of the parameter.
+    """
+
+    blocks: Mapping[str, Mapping[int, BufferHandle]]
+    shards: tuple[tuple[int, int], ...]
+
+
+def weight_map_of(buckets: Sequence[Bucket], traced: TracedExport) -> StoredBytes:
+    """Map the bytes of every bucket to the shards of all trainer ranks.
+
+    The shards are numbered by parameter, then by their place in the parameter.
+
+    Raises:
+        NotTraceable: the shards of a tensor are unknown.
+    """
+    owners = traced.owners
+    firsts = first_shards(traced)
+    shard_nbytes = [
+        stop - start
+        for of_parameter in owners
+        for start, stop in map(of_parameter.range_of, range(len(of_parameter.starts)))
+    ]
+    pieces = [(bucket.encoded, pieces_of(bucket.layout, traced, firsts)) for bucket in buckets]
+    return StoredBytes.of(encode_weight_map(shard_nbytes, pieces))
+
+
+def pieces_of(
+    layout: BucketLayout, traced: TracedExport, firsts: Sequence[int]
+) -> list[BucketPiece]:
+    """List the places of a bucket's bytes, in the order of the bytes.
+
+    Bytes that are consecutive in a shard and in the bucket are one piece, even of several tensors.
+
+    Args:
+        firsts: see `first_shards`.
+
+    Raises:
+        NotTraceable: the shards of a tensor are unknown.
+    """
+    pieces: list[BucketPiece] = []
+    for tensor, origin in zip(layout.tensors, traced.origins_of(layout), strict=True):
+        if not tensor.nbytes:
+            continue
+        owners, first = traced.owners[origin.parameter], firsts[origin.parameter]
+        if not origin.bytes.is_dense:
+            pieces.append(_spread(tensor.offset, origin, owners, first))
+            continue
+        start, offset, left = tensor.offset, origin.bytes.offset, tensor.nbytes
+        while left:
+            shard = owners.shard_of(offset)
+            shard_start, shard_stop = owners.range_of(shard)
+            nbytes = min(left, shard_stop - offset)
+            _append(pieces, BucketPiece(first + shard, offset - shard_start, start, nbytes))
+            start, offset, left = start + nbytes, offset + nbytes, left - nbytes
+    return pieces
+
+
+def _append(pieces: list[BucketPiece], piece: BucketPiece) -> None:
+    """Add a dense piece, joined with the last one if both have the same distance in the shard."""
+    last = pieces[-1] if pieces else None
+    if last is not None and not last.dims and last.slot == piece.slot:
+        distance = piece.start - last.start
+        if piece.offset - last.offset == distance:
+            nbytes = distance + piece.nbytes
+            pieces[-1] = msgspec.structs.replace(last, nbytes=nbytes)
+            return
+    pieces.append(piece)
+
+
+def _spread(start: int, origin: Origin, owners: Owners, first_shard: int) -> BucketPiece:
+    """Return the piece of a tensor whose bytes lie apart in its parameter.
+
+    Args:
+        start: the offset of the tensor in the bucket.
+    """
+    # A row-parallel weight has columns of every shard in each row, so one piece names all shards.
+    low, high = owners.shard_of(origin.bytes.offset), owners.shard_of(origin.bytes.stop - 1)
+    shards = tuple(
+        (first_shard + shard, 0, shard_stop - shard_start)
+        for shard in range(low, high + 1)
+        for shard_start, shard_stop in (owners.range_of(shard),)
+    )
+    offset = origin.bytes.offset - owners.starts[low]
+    return BucketPiece(
+        first_shard + low, offset, start, origin.bytes.nbytes, origin.bytes.dims, shards
+    )
+
+
+def bases_for(
+    traced: TracedExport, tables: Sequence[MemoryTable], wires: Wires, reader: int
+) -> StoredBytes:
+    """Locate every shard for one engine rank: in mapped memory, or at the rank that sends it.
+
+    Args:
+        tables: the tables of all trainer ranks. Blocks are numbered over those that are mapped.
+        reader: the position of the engine rank among all engine ranks.
+
+    Raises:
+        NotTraceable: a trainer rank does not hold the shard that the trace says.
+    """
+    first_blocks = _starts(
+        [len(table.blocks) * wires.is_mapped(rank, reader) for rank, table in enumerate(tables)]
+    )
+    bases = []
+    for parameter, owners in enumerate(traced.owners):
+        for holders in owners.holders:
+            owner = wires.holder(holders, reader)
+            if not wires.is_mapped(owner, reader):
+                bases.append((SENT, owner))
+                continue
+            block, offset = place = tables[owner].shards[parameter]
+            if place == NO_BYTES:
+                name = traced.parameters[parameter].source
+                raise NotTraceable(f"trainer rank {owner} holds no bytes of {name}")
+            bases.append((first_blocks[owner] + block, offset))
+    return StoredBytes.of(encode_bases(bases))
+
+
+def first_shards(traced: TracedExport) -> list[int]:
+    """Return the number of the first shard of each parameter."""
+    return _starts([len(owners.starts) for owners in traced.owners])
+
+
+def _starts(counts: Sequence[int]) -> list[int]:
+    return [0, *accumulate(counts)][:-1]

@@ -1,0 +1,72 @@
+"""A wire for each pair of ranks: trainer ranks on two hosts, whose names alone are made up."""
+
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from unit import route_ranks
+from unit.route_ranks import TP, Rank
+from verl_sglang_sync.routes.table.wires import Wires
+from verl_sglang_sync.sources.owners import Owners, held_by_all
+
+
+class HostRank(Rank):
+    """A rank on one of two hosts, each of which has a replica and its trainer ranks."""
+
+    def __init__(self, **options):
+        super().__init__("both", **options)
+
+    def sync_on_two_hosts(self):
+        """A sync in which IPC between the hosts would be refused."""
+        host = f"host {dist.get_rank() // TP}"
+        with (
+            mock.patch("sglang_loader.session.serve.host_id", lambda: host),
+            mock.patch("verl_sglang_sync.routes.table.route.host_id", lambda: host),
+        ):
+            self.sync()
+
+
+def play(pool, *steps, **options):
+    return route_ranks.play(pool, HostRank, options, *steps)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize("kind", ["dense", "moe", "tied"])
+def test_near_shards_are_mapped_and_far_ones_sent(pool, kind, strategy):
+    steps = ["sync_on_two_hosts", *["step", "sync_on_two_hosts"] * 3]
+    for rank, seen in enumerate(play(pool, *steps, kind=kind, strategy=strategy)):
+        assert seen["errors"] == [] and seen["off"] is None and seen["state"] == "PROVEN"
+        assert seen["routes"] == ["export", "pull", "pull", "pull"], "the second goes by the table"
+        report = seen["report"]
+        assert report["num_pulled"] == report["num_exchanged"] == report["num_buckets"]
+        sent = [nbytes > 0 for (nbytes,) in report["pair_bytes"]]
+        far = [sender // TP != rank // TP for sender in range(len(sent))]
+        assert sent == far, "each rank of the other host sends, none of this one does"
+        assert 0 < report["sent_bytes"] < report["payload_bytes"] / 2
+
+
+def test_a_failed_far_rank_costs_one_export(pool):
+    fails = ("sync_failing", 1, "verl_sglang_sync.routes.table.sending.Sender.pack", MemoryError())
+    for seen in play(
+        pool, *["sync_on_two_hosts"] * 2, fails, *["sync_on_two_hosts"] * 3, kind="moe"
+    ):
+        assert seen["errors"] == []
+        assert seen["routes"][:2] == ["export", "pull"] and seen["routes"][-1] == "pull"
+
+
+def test_a_moved_parameter_is_located_again(pool):
+    steps = ["sync_on_two_hosts", *[("move", 2, 2), "step", "sync_on_two_hosts"] * 2]
+    for seen in play(pool, *steps, kind="moe"):
+        assert seen["routes"] == ["export", "pull", "pull"]
+        assert set(seen["recoveries"]) <= {"AGAIN"}
+
+
+def test_a_holder_on_the_same_host_is_preferred():
+    wires = Wires(("a", "a", "b", "b"), ("b", "a"), first_reader=4, can_map=True)
+    assert [wires.holder((0, 2), reader) for reader in range(2)] == [2, 0]
+    assert wires.readers_of(1) == [1] and wires.readers_of(3) == [0]
+    assert not wires.is_sent_to(0, [held_by_all(4, 4)])
+    assert wires.is_sent_to(0, [Owners((0,), ((1,),), 4)])
+    nothing = Wires(("a",), ("a",), first_reader=0, can_map=False)
+    assert nothing.is_sent_to(0, [held_by_all(4, 1)])
