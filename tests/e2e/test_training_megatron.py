@@ -38,13 +38,13 @@ class MegatronRun:
         make_assets(folder)
         (folder / "test.parquet").write_bytes((folder / "val.parquet").read_bytes())
 
-    def train(self, folder):
+    def train(self, folder, preloaded):
         sizes = {"GPUS": 2, "ROLLOUT_TP": 2, "TRAIN_TP": 2, "TRAIN_EP": 1}
         variables = {**ENVIRONMENT, "OMP_NUM_THREADS": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
         overrides = (*ON_A_CPU, *MEGATRON_BRIDGE)
         options = {
             "recipe": grpo_step.MEGATRON_RECIPE,
-            "sizes": sizes | variables,
+            "sizes": sizes | variables | preloaded,
             "limit_s": LIMIT_S,
         }
         with mock.patch.object(gpu_memory, "used_bytes", lambda gpus: [0 for _ in gpus]):

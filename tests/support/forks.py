@@ -1,8 +1,9 @@
 """Processes that start with torch, verl and SGLang imported: forks of one that has done so.
 
 Importing SGLang takes 12 s of CPU time, and a server has at least three processes. The first fork
-of a test session pays for the import, the others start at once. Servers that verl launches in
-tests (`test_training_*`, `test_two_hosts`) import everything in every process, as a user's do.
+of a test session pays for the import, the others start at once. Processes that verl starts in tests
+import verl and SGLang themselves, as a user's do. Those of training runs (`test_training_*`) are
+forks with the libraries of verl and SGLang imported (`support.preloaded`).
 """
 
 import ctypes

@@ -8,7 +8,7 @@ there is one run after another.
 import ctypes
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from rich.console import Console
 from tiny_assets import make_assets
 
 from support.forks import TESTS
+from support.preloaded import preloaded_python
 
 FINDING_TESTS = (f"PYTHONPATH={TESTS}",)
 """Variables of a run whose processes import a module of the tests."""
@@ -54,8 +55,12 @@ class Run:
         """Make the model and the data in the new `folder`."""
         make_assets(folder, architecture=self.architecture, tied=self.tied)
 
-    def train(self, folder: Path) -> None:
-        """Train it; all files are in `folder`. An error if it fails."""
+    def train(self, folder: Path, preloaded: Mapping[str, str]) -> None:
+        """Train it; all files are in `folder`. An error if it fails.
+
+        Args:
+            preloaded: variables with which its processes are forked.
+        """
         sizes = (f"WORKERS={self.workers}", f"ROLLOUT_TP={self.tp}")
         variables = (v.format(folder=folder) for v in (*sizes, *self.variables))
         status = run_recipe(
@@ -64,7 +69,7 @@ class Run:
             *(override.format(folder=folder) for override in self.overrides),
             console=Console(quiet=True),
             limit_s=LIMIT_S,
-            environment=dict(variable.split("=", 1) for variable in variables),
+            environment={**preloaded, **dict(variable.split("=", 1) for variable in variables)},
         )
         assert status == 0, (folder / "run.log").read_text()[-6000:]
 
@@ -78,7 +83,7 @@ def started(runs: Sequence[Any], folder: Path) -> Iterator[dict[Any, Future[Path
     """
 
     def trained(run: Any, own: Path) -> Path:
-        run.train(own)
+        run.train(own, preloaded)
         return own
 
     folders = {run: folder / str(number) for number, run in enumerate(runs)}
@@ -87,11 +92,12 @@ def started(runs: Sequence[Any], folder: Path) -> Iterator[dict[Any, Future[Path
     with ThreadPoolExecutor(1) as pool:
         may_have_networks = pool.submit(_enter_own_network).result()
     lanes = (2, _enter_own_network) if may_have_networks else (1, None)
-    pool = ThreadPoolExecutor(lanes[0], initializer=lanes[1])
-    try:
-        yield {run: pool.submit(trained, run, own) for run, own in folders.items()}
-    finally:
-        pool.shutdown(cancel_futures=True)
+    with preloaded_python(folder) as preloaded:
+        pool = ThreadPoolExecutor(lanes[0], initializer=lanes[1])
+        try:
+            yield {run: pool.submit(trained, run, own) for run, own in folders.items()}
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def _enter_own_network() -> bool:
