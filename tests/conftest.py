@@ -26,13 +26,23 @@ def runs_of(session):
 
 
 @pytest.fixture(scope="session")
-def trainings(request, tmp_path_factory):
+def preloaded(tmp_path_factory):
+    """Variables of processes that are forked with the libraries of verl and SGLang imported."""
+    from support.preloaded import preloaded_python
+
+    with preloaded_python(tmp_path_factory.mktemp("preloaded")) as variables:
+        yield variables
+
+
+@pytest.fixture(scope="session")
+def trainings(request, tmp_path_factory, preloaded):
     """Starts the runs. The tests that wait for them follow each other, in files that are named
     `test_training_*`: a test with limits of its own does not run beside them.
     """
     from support.training import started
 
-    with started(runs_of(request.session), tmp_path_factory.mktemp("training")) as futures:
+    folder = tmp_path_factory.mktemp("training")
+    with started(runs_of(request.session), folder, preloaded) as futures:
         yield futures
 
 

@@ -16,8 +16,9 @@ from typing import Any
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
 FORKED_MODULES = ("verl.trainer.main_ppo",)
-RAY_WORKER = "ray/_private/workers/default_worker.py"
-SPAWNED = "from multiprocessing.spawn import spawn_main"
+FORKED_SCRIPTS = ("ray/_private/workers/default_worker.py", "bin/verl-sglang-sync")
+NOT_FORKED_CODE = ("from multiprocessing.resource_tracker", "from multiprocessing.forkserver")
+INSTALLATION = ("executable", "prefix", "exec_prefix", "orig_argv", "dont_write_bytecode")
 MAX_FDS = 200  # of one message, at most 253
 PASSED_ON = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGABRT, signal.SIGTERM)
 
@@ -32,9 +33,9 @@ def command_of(original: list[str], arguments: list[str]) -> tuple[str, str] | N
     number = len(original) - len(arguments)
     if arguments[0] == "-m" and original[number] in FORKED_MODULES:
         return "module", original[number]
-    if arguments[0] == "-c" and original[number].startswith(SPAWNED):
+    if arguments[0] == "-c" and not original[number].startswith(NOT_FORKED_CODE):
         return "code", original[number]
-    if arguments[0].endswith(RAY_WORKER):
+    if arguments[0].endswith(FORKED_SCRIPTS):
         return "script", arguments[0]
     return None
 
@@ -63,6 +64,7 @@ def hand_over(address: str, kind: str, target: str) -> None:
         "target": target,
         "arguments": sys.argv[1:],
         "path": sys.path,
+        "installation": {name: getattr(sys, name) for name in INSTALLATION},
         "environment": dict(os.environ),
         "folder": str(Path.cwd()),
         "fds": fds,

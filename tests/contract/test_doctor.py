@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from support.processes import DOCTOR, break_imports, report_of, run_process
+from support.processes import DOCTOR, break_imports, joined, report_of, run_process
 
 COMMAND = (str(Path(sys.executable).with_name("verl-sglang-sync")), *DOCTOR)
 IMPORTS = (
@@ -20,10 +20,10 @@ BROKEN = ("verl_sglang_sync.preflight", "sglang_loader.hooks.weights")
 
 
 @pytest.fixture(scope="module")
-def processes(tmp_path_factory):
+def processes(tmp_path_factory, preloaded):
     """Both."""
     folder = tmp_path_factory.mktemp("doctor")
-    broken = break_imports(folder / "site", *BROKEN)
+    broken = joined(break_imports(folder / "site", *BROKEN), preloaded)
     with ThreadPoolExecutor(2) as pool:
         yield {
             name: pool.submit(run_process, sys.executable, *command, cwd=folder, environment=broken)

@@ -159,9 +159,9 @@ def site_packages(python):
     return python.parents[1] / "lib" / version / "site-packages"
 
 
-def run(*arguments, cwd, python=sys.executable):
+def run(*arguments, cwd, python=sys.executable, environment=None):
     """Run an interpreter that must succeed; return what it printed."""
-    result = run_process(str(python), *arguments, cwd=cwd)
+    result = run_process(str(python), *arguments, cwd=cwd, environment=environment)
     assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
     return result.stdout
 
@@ -217,9 +217,13 @@ class TestLoaded:
         assert len(files) == 3
         assert all(Path(file).is_relative_to(installation.packages) for file in files)
 
-    def test_doctor_sees_both_plugins_loaded(self, installation, tmp_path):
+    def test_doctor_sees_both_plugins_loaded(self, installation, tmp_path, preloaded):
         script = installation.python.with_name("verl-sglang-sync")
-        status, checks, overall = report_of(run_process(str(script), *DOCTOR, cwd=tmp_path))
+        ran = run_process(str(script), *DOCTOR, cwd=tmp_path, environment=preloaded)
+        status, checks, overall = report_of(ran)
+        ours = "import verl_sglang_sync; print(verl_sglang_sync.__file__)"
+        file = run("-c", ours, python=installation.python, cwd=tmp_path, environment=preloaded)
+        assert Path(file.strip()).is_relative_to(installation.packages), "the control"
         assert not [check for check in checks.values() if check["status"] == "fail"]
         assert status == 0
         for name in HEALTHY:

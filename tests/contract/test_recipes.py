@@ -91,12 +91,12 @@ def test_recipe_composes_with_our_flags(script, model_folder, tmp_path):
     verl.utils.config.validate_config(config, need_reference_policy(config), need_critic(config))
 
 
-def test_unknown_key_fails_before_ray(tmp_path):
+def test_unknown_key_fails_before_ray(tmp_path, preloaded):
     """Ray would look for the cluster that it is told of, which nobody serves, and fail first."""
     key = "actor_rollout_ref.rollout.custom.weight_sync.bukket"
     with pytest.raises(ConfigCompositionException, match="bukket"):
         composed("grpo_fsdp_gpu.sh", f"{key}=1", folder=tmp_path)
-    options = {"python": Path(sys.executable).parent, "RAY_ADDRESS": "127.0.0.1:1"}
+    options = {"python": Path(sys.executable).parent, "RAY_ADDRESS": "127.0.0.1:1", **preloaded}
     result = run_recipe("grpo_fsdp_gpu.sh", f"+{key}=1", cwd=tmp_path, **options)
     assert result.returncode != 0
     for text in ("custom.weight_sync.bukket=1", "allowed", "request_timeout_s"):

@@ -2,8 +2,8 @@
 
 Importing SGLang takes 12 s of CPU time, and a server has at least three processes. The first fork
 of a test session pays for the import, the others start at once. Processes that verl starts in tests
-import verl and SGLang themselves, as a user's do. Those of training runs (`test_training_*`) are
-forks with the libraries of verl and SGLang imported (`support.preloaded`).
+import verl and SGLang themselves, as a user's do. Those of training runs (`test_training_*`) and of
+commands are forks with the libraries of verl and SGLang imported (`support.preloaded`).
 """
 
 import ctypes

@@ -1,10 +1,10 @@
 """Python processes that start with the libraries of verl and SGLang imported, but neither of them.
 
-A training run starts some 15 Python processes: verl's driver, Ray's workers, SGLang's children.
-Each imports the same libraries, torch, transformers and others, in four fifths of the time that all
-imports take. With the variables of `preloaded_python`, each process is forked from one that has
-imported these libraries. Every process imports verl, SGLang, Ray and our packages itself, as a
-user's processes do, and reads its own variables in doing so.
+A training run starts some 15 Python processes: verl's driver, Ray's workers, SGLang's children. The
+doctor starts four. Each imports the same libraries, torch, transformers and others, in four fifths
+of the time that all imports take. With the variables of `preloaded_python`, each process is forked
+from one that has imported these libraries. Every process imports verl, SGLang, Ray and our packages
+itself, as a user's processes do, and reads its own variables in doing so.
 
     started process          `tests/sitecustomize.py`: sends its command, environment, folder
        |                     and open files, then waits
@@ -22,6 +22,7 @@ import fcntl
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import runpy
 import select
@@ -187,6 +188,9 @@ def _become(request: dict[str, Any], fds: list[int], link: socket.socket) -> soc
     os.environ.clear()
     os.environ.update(request["environment"])
     sys.path[:] = request["path"]
+    for name, value in request["installation"].items():
+        setattr(sys, name, value)
+    multiprocessing.set_executable(sys.executable)
     importlib.invalidate_caches()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(write_through=request["unbuffered"])  # type: ignore[union-attr]

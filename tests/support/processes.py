@@ -1,31 +1,21 @@
-"""Python processes for contract tests: started like a user's, optionally with broken imports."""
+"""Python processes for contract tests: started like a user's, optionally with broken plugins."""
 
 import json
 import os
+import shutil
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
+
+from support.our_imports import PLUGINS
 
 TIMEOUT_S = 300
 CPU_ENGINE = {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 DOCTOR = ("doctor", "--json")
 
-_BREAKER = '''
-import sys
-
-class Breaker:
-    """Makes the named modules fail to import, as a missing or broken dependency would."""
-
-    def find_spec(self, name, path=None, target=None):
-        if name in {modules!r}:
-            raise ImportError(f"{{name}} is broken on purpose")
-        return None
-
-sys.meta_path.insert(0, Breaker())
-'''
-
 
 def run_process(
-    *command: str, cwd: Path, environment: dict[str, str] | None = None
+    *command: str, cwd: Path, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run a command, with `environment` and the CPU engine's beside this process's, and wait."""
     return subprocess.run(
@@ -51,7 +41,18 @@ def report_of(
 
 
 def break_imports(folder: Path, *modules: str) -> dict[str, str]:
-    """Environment in which importing any of `modules` raises ImportError, in every process."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "sitecustomize.py").write_text(_BREAKER.format(modules=modules))
+    """Copy the plugins to a new folder, where `modules` raise ImportError, as a broken dependency
+    would make them do. Return the environment in which every process imports the copy.
+    """
+    shutil.copytree(PLUGINS, folder, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    for module in modules:
+        file = folder / f"{module.replace('.', os.sep)}.py"
+        assert file.exists()
+        file.write_text(f'raise ImportError("{module} is broken on purpose")\n')
     return {"PYTHONPATH": str(folder)}
+
+
+def joined(first: Mapping[str, str], second: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of both. A module is looked for in the folders of `first` first."""
+    path = os.pathsep.join(each["PYTHONPATH"] for each in (first, second))
+    return {**first, **second, "PYTHONPATH": path}

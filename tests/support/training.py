@@ -20,7 +20,6 @@ from rich.console import Console
 from tiny_assets import make_assets
 
 from support.forks import TESTS
-from support.preloaded import preloaded_python
 
 FINDING_TESTS = (f"PYTHONPATH={TESTS}",)
 """Variables of a run whose processes import a module of the tests."""
@@ -75,11 +74,16 @@ class Run:
 
 
 @contextmanager
-def started(runs: Sequence[Any], folder: Path) -> Iterator[dict[Any, Future[Path]]]:
+def started(
+    runs: Sequence[Any], folder: Path, preloaded: Mapping[str, str]
+) -> Iterator[dict[Any, Future[Path]]]:
     """Start the runs, or others with the same methods, in this order, two at a time; each promises
     its folder, in `folder`. Equal ones are one.
 
     Those that have not begun when the block ends do not.
+
+    Args:
+        preloaded: variables with which their processes are forked.
     """
 
     def trained(run: Any, own: Path) -> Path:
@@ -92,12 +96,11 @@ def started(runs: Sequence[Any], folder: Path) -> Iterator[dict[Any, Future[Path
     with ThreadPoolExecutor(1) as pool:
         may_have_networks = pool.submit(_enter_own_network).result()
     lanes = (2, _enter_own_network) if may_have_networks else (1, None)
-    with preloaded_python(folder) as preloaded:
-        pool = ThreadPoolExecutor(lanes[0], initializer=lanes[1])
-        try:
-            yield {run: pool.submit(trained, run, own) for run, own in folders.items()}
-        finally:
-            pool.shutdown(cancel_futures=True)
+    pool = ThreadPoolExecutor(lanes[0], initializer=lanes[1])
+    try:
+        yield {run: pool.submit(trained, run, own) for run, own in folders.items()}
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _enter_own_network() -> bool:

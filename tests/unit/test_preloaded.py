@@ -9,7 +9,7 @@ import pytest
 
 from support.preloaded import preloaded_python
 
-SPAWNED = "from multiprocessing.spawn import spawn_main; import os, sys, time; "
+IMPORTS = "import os, sys, time; "
 LIMIT_S = 60
 
 
@@ -26,7 +26,7 @@ def start(environment):
     processes = []
 
     def started(code, *arguments, **options):
-        command = [sys.executable, "-c", SPAWNED + code, *arguments]
+        command = [sys.executable, "-c", IMPORTS + code, *arguments]
         options = {"env": environment, "stdout": subprocess.PIPE, "text": True, **options}
         processes.append(subprocess.Popen(command, **options))
         return processes[-1]
@@ -61,8 +61,21 @@ def test_the_fork_has_the_processes_surroundings(start, environment, tmp_path):
         os.close(end)
 
 
-def test_another_command_is_not_forked(environment):
-    command = [sys.executable, "-c", "import sys; print('numpy' in sys.modules)"]
+def test_the_fork_has_the_processes_interpreter(environment, tmp_path):
+    """What it starts, or looks for beside its interpreter, is of the same installation."""
+    python = tmp_path / "python"
+    python.symlink_to(sys.executable)
+    code = "import multiprocessing.spawn as s, sys; print('numpy' in sys.modules, *{names})"
+    names = "(sys.executable, s.get_executable().decode(), sys.orig_argv[0])"
+    command = [str(python), "-c", code.format(names=names)]
+    printed = subprocess.check_output(command, env=environment, text=True)
+    assert printed == f"True {python} {python} {python}\n"
+
+
+def test_another_command_is_not_forked(environment, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import sys; print('numpy' in sys.modules)")
+    command = [sys.executable, str(script)]
     assert subprocess.check_output(command, env=environment, text=True) == "False\n"
 
 
