@@ -63,8 +63,8 @@ unit: setup ## the tests that start no servers
 surface: setup ## the tests of what we use of verl and SGLang; with VERL=FOLDER of a checkout of verl's repository
 	PYTHONPATH=$(VERL) $(RUN) -m pytest -q tests/contract/test_upstream_surface.py tests/contract/test_upstream_behaviour.py $(PYTEST_ARGS)
 
-test: lint ## lint, and the tests (the GPU ones skip with a reason where there is no GPU)
-	$(RUN) -m pytest -q -m "not slow" $(PYTEST_ARGS)
+test: lint ## lint, and the tests, in two lanes (the GPU ones skip with a reason where there is no GPU)
+	$(RUN) -m pytest -q -m "not slow" --two-lanes $(PYTEST_ARGS)
 
 test-slow: setup ## the rest: more models, Megatron, broadcasts, faults, two hosts (30 minutes)
 	$(RUN) -m pytest -q -m slow $(PYTEST_ARGS)

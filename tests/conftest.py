@@ -18,6 +18,32 @@ settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--two-lanes", action="store_true", help="run two files of tests at a time")
+
+
+def pytest_configure(config):
+    """Start the fork server of two lanes early: its imports take as long as the collection."""
+    if _has_two_lanes(config) and not config.option.collectonly:
+        from support.forks import start_fork_server
+
+        start_fork_server()
+
+
+def _has_two_lanes(config):
+    """CUDA, which a GPU machine's tests begin to use as they are collected, cannot be forked."""
+    return config.getoption("two_lanes") and not torch.cuda.is_available()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session):
+    if _has_two_lanes(session.config):
+        from support.lanes import run_in_two_lanes
+
+        return run_in_two_lanes(session)
+    return None
+
+
 def runs_of(session):
     """The training runs of all selected tests, in their order."""
     params = (getattr(item, "callspec", None) for item in session.items)

@@ -58,11 +58,7 @@ class Fork:
     def __init__(
         self, call: Callable[..., Any], *args: Any, environment: Mapping[str, str], log: Path
     ) -> None:
-        with (
-            _starting,
-            mock.patch.dict(os.environ, {**CPU_ENVIRONMENT, "PYTHONPATH": python_path()}),
-        ):
-            forkserver.ensure_running()
+        start_fork_server()
         self._process = _FORKS.Process(target=_run, args=(call, args, dict(environment), str(log)))
         self._process.start()
         assert self._process.pid is not None
@@ -82,6 +78,22 @@ class Fork:
 
     def kill(self) -> None:
         self._process.kill()
+
+
+def start_fork_server() -> None:
+    """Start the process from which all forks come, if it does not run yet. It imports meanwhile."""
+    variables = {**CPU_ENVIRONMENT, "PYTHONPATH": python_path()}
+    with _starting, mock.patch.dict(os.environ, variables):
+        forkserver._forkserver.ensure_running()  # type: ignore[attr-defined]
+
+
+def share_fork_server() -> None:
+    """In a fork of this process: have the fork server that was started before serve it, too."""
+    # The original asks the kernel about a child, which the fork server is of the parent alone.
+    forkserver._forkserver.ensure_running = _nothing  # type: ignore[attr-defined]
+
+
+def _nothing() -> None: ...
 
 
 def python_path() -> str:
