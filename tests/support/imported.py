@@ -8,6 +8,7 @@ import setproctitle
 from support import transformer_engine
 from support.forks import die_with_parent
 
+gc.disable()  # an eighth of the time of the imports
 transformer_engine.install()  # megatron-core looks for it when it is imported
 for module in (
     "sglang.launch_server",
@@ -32,5 +33,6 @@ die_with_parent()
 # SGLang collects garbage each time an engine releases memory, which takes 0.5 s with all imports.
 gc.collect()
 gc.freeze()
+gc.enable()
 # Where the process's title goes must be found before the environment changes.
 setproctitle.setproctitle("tests")

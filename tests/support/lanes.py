@@ -11,7 +11,6 @@ share pytest's temporary folder, where each folder gets a number of its own, and
 `support.forks`. All that listens in a test takes a port that is free.
 """
 
-import gc
 import itertools
 import os
 import queue
@@ -171,8 +170,6 @@ def run_in_two_lanes(session: pytest.Session) -> bool | None:
         else:
             others.append(tests)
     start_fork_server()
-    gc.collect()
-    gc.freeze()  # a collection leaves alone what both lanes share
     torch.set_num_threads(1)  # the lanes share the cores, and threads do not come into a fork
     untaken = Untaken(others)
     fork = Fork(session, untaken)

@@ -255,6 +255,7 @@ def end_after(request: dict[str, Any]) -> NoReturn:
 
 def preload(libraries: Sequence[str]) -> None:
     """Import the libraries, and check that nothing else was imported or started."""
+    gc.disable()  # an eighth of the time of the imports
     for name in libraries:
         with suppress(ImportError):  # not every SGLang brings all of them
             importlib.import_module(name)
@@ -266,6 +267,7 @@ def preload(libraries: Sequence[str]) -> None:
     setproctitle.setproctitle("tests: preloaded")
     gc.collect()
     gc.freeze()  # a collection in a fork leaves alone what all forks share
+    gc.enable()
 
 
 if __name__ == "__main__":
