@@ -216,7 +216,12 @@ def check(module, name, listed):
 
 @cache
 def sources():
-    paths = {path.relative_to(PLUGINS).with_suffix(""): path for path in PLUGINS.rglob("*.py")}
+    folders = PLUGINS, PLUGINS.parent / "recipes"  # the recipes have the CPU platform
+    paths = {
+        path.relative_to(folder).with_suffix(""): path
+        for folder in folders
+        for path in folder.rglob("*.py")
+    }
     return {".".join(name.parts): path.read_text() for name, path in paths.items()}
 
 

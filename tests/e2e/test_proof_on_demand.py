@@ -43,7 +43,7 @@ def swap_pieces(rank):
 
     load_shards = TrainerSession.load_shards
 
-    def planted(session, weight_map, bases):
+    def planted(session, weight_map, bases, **options):
         decoded = _decoder.decode(weight_map.data)
         buckets = [
             msgspec.structs.replace(bucket, pieces=swapped(bucket.pieces))
@@ -51,7 +51,7 @@ def swap_pieces(rank):
         ]
         changed = _encoder.encode(msgspec.structs.replace(decoded, buckets=buckets))
         assert changed != weight_map.data
-        load_shards(session, StoredBytes.of(changed), bases)
+        load_shards(session, StoredBytes.of(changed), bases, **options)
 
     if rank.rank == 0:
         TrainerSession.load_shards = planted

@@ -200,12 +200,13 @@ def sync_with_reuse(rank: TrainerRank, scale: float, how: str) -> dict[str, Any]
     names = list(state)[len(state) // 2 :: 2]
     right: dict[str, torch.Tensor] = {}
     rubbish: list[torch.Tensor] = []
+    engine_ranks: list[Any] = []
     seen: dict[str, Any] = {"num": len(names), "reused": 0, "same": 0}
     send, confirm = TableSource.send, TableSource.confirm
 
     def send_garbage(self: TableSource, sessions: Any, delivery: Any) -> None:
-        seen["engines"] = list(sessions.engine_ranks)
         if not right:
+            engine_ranks.extend(sessions.engine_ranks)
             seen["places"] = {name: state[name].data_ptr() for name in names}
             right.update((name, state[name].clone()) for name in names)
             for name in names:
@@ -221,7 +222,7 @@ def sync_with_reuse(rank: TrainerRank, scale: float, how: str) -> dict[str, Any]
 
     def confirm_when_read(self: TableSource) -> None:
         if "attempts" not in seen:
-            wait_for(seen.pop("engines"), _has_read_all, LIMIT_S)
+            wait_for(engine_ranks, _has_read_all, LIMIT_S)
             if how == "same address":
                 for name in names:
                     _free(state, [name])

@@ -102,22 +102,29 @@ def _counted(serve: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def pause_before_bucket(_: Any, named_tensors: NamedTensors) -> None:
-    """Pause the next session, once, before this rank loads the bucket of an index.
+    """Pause the next session, once, before this rank loads the bucket of an index, or all shards.
 
     The pause begins with the file `<folder>/paused<rank>` and ends with `<folder>/go`. The order
     is JSON with `folder` and `index`.
     """
     from sglang_loader.session.model_loader import ModelLoader
 
-    order, original = json.loads(named_tensors[0][0]), ModelLoader.load
+    order, originals = json.loads(named_tensors[0][0]), (ModelLoader.load, ModelLoader.load_shards)
     folder, rank = Path(order["folder"]), torch.distributed.get_rank()
 
-    def load(self: Any, index: int, *arguments: Any, **options: Any) -> bool:
-        if index == order["index"]:
-            ModelLoader.load = original
-            (folder / f"paused{rank}").touch()
-            while not (folder / "go").exists():
-                time.sleep(0.01)
-        return original(self, index, *arguments, **options)
+    def pause() -> None:
+        ModelLoader.load, ModelLoader.load_shards = originals
+        (folder / f"paused{rank}").touch()
+        while not (folder / "go").exists():
+            time.sleep(0.01)
 
-    ModelLoader.load = load
+    def load(self: Any, index: int, *arguments: Any) -> bool:
+        if index == order["index"]:
+            pause()
+        return originals[0](self, index, *arguments)
+
+    def load_shards(self: Any, shards: Any) -> bool:
+        pause()
+        return originals[1](self, shards)
+
+    ModelLoader.load, ModelLoader.load_shards = load, load_shards

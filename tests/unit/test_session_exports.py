@@ -403,4 +403,4 @@ def test_after_a_refuted_route_exports_load_eagerly(monkeypatch, caplog):
         report = case.sync()
         assert case.route.state is RouteState.OFF and case.has_arrived()
         assert report.num_replayed == 0
-    assert "left by that way or by the load plan: t2" in report.eager_reason
+    assert "left by the route or by the load plan: t2" in report.eager_reason
