@@ -315,7 +315,9 @@ def test_a_failure_of_mixed_routes_is_named(engines):
             os.killpg(pid, signal.SIGCONT)
             (error,) = {rank["error"] for rank in seen}
             assert f"{engines.servers[failing].url}, TP rank " in error
-            assert f"no message from the engine within {LIMIT_S:g} s" in error
+            # The near one has read all by then, and is silent on its outcome.
+            silent = ("no message from the engine", "not loaded")
+            assert any(f"{text} within {LIMIT_S:g} s" in error for text in silent)
             assert seen[0]["seconds"] < LIMIT_S + 15
             assert senders.until_sent(), "it is sent again"
             engines.check()
