@@ -196,21 +196,23 @@ class TableRoute(Route):
         self.reason = text
 
     def _choose_wires(self) -> str | None:
-        """Find the engine ranks that are sent shards.
+        """Find the engine ranks that are sent shards. Collective.
 
         Returns:
             The reason why the settings leave an engine rank without a wire, or None.
         """
         assert self._wires is not None and self._plan is not None
         wires, owners = self._wires, self._plan.traced.owners
-        sent_to = [wires.is_sent_to(reader, owners) for reader in range(len(wires.reader_hosts))]
+        # Each trainer rank looks at its own engine ranks: 512 of them times 50,000 shards are many.
+        own = [wires.is_sent_to(reader, owners) for reader in self._own_readers]
+        sent_to = list(chain(*self._ranks.gather(own)))
         self.sends = any(sent_to)
-        pairs = list(zip(self._readers(), self._own_readers, strict=True))
-        replicas = {reader.replica for reader, position in pairs if sent_to[position]}
-        for reader, position in pairs:
+        pairs = list(zip(self._readers(), own, strict=True))
+        replicas = {reader.replica for reader, is_sent_to in pairs if is_sent_to}
+        for reader, is_sent_to in pairs:
             # All engine ranks of a replica are in the group of those that are sent to.
             is_in_group = not self._is_colocated and reader.replica in replicas
-            reader.is_sent_to = sent_to[position] or is_in_group
+            reader.is_sent_to = is_sent_to or is_in_group
         if self.sends and not self._may_send:
             return (
                 f"{sum(sent_to)} of {len(sent_to)} engine ranks are on other nodes than trainer "
