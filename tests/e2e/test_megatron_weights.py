@@ -315,7 +315,7 @@ def check_compiled(case, reports):
     are exchanged.
 
     It has one after the first sync, unless it had a former trainer's, whose first buckets were
-    alike. What cannot be read in place it is asked in the second.
+    alike.
     """
     *_, last = reports
     assert last["num_replayed"] == last["num_buckets"], last["eager_reason"]
@@ -328,7 +328,7 @@ def check_compiled(case, reports):
         return
     is_misled = "another layout than the plan's" in (reports[0]["eager_reason"] or "")
     assert not (is_misled and case.is_first)
-    num_exported = 2 if is_misled or case.layout.offload else 1
+    num_exported = 2 if is_misled else 1
     assert exported == [num_buckets] * num_exported + [0] * (len(reports) - num_exported)
     later = reports[num_exported:]
     assert not [report for report in later if "export" in report["seconds"]]
