@@ -118,7 +118,7 @@ class Scattered:
         bases = decode_bases(bases_for(self.traced, tables, wires, reader).data)
         mapped = [block for rank, block in blocks if rank < num_mapped]
         self._memory = dict(blocks), tables
-        return ShardMemory(self._weight_map, bases, mapped)
+        return ShardMemory(self._weight_map, bases, mapped, torch.device("cpu"))
 
     def sent(self, sent: SentRound) -> torch.Tensor:
         """Return the buffer of a round, as the trainer ranks pack it from the last `shards`."""

@@ -26,6 +26,7 @@ from verl_sglang_sync import report as reports
 from verl_sglang_sync.commands import cli
 from verl_sglang_sync.commands import prove as command
 from verl_sglang_sync.engine.server_client.errors import NotAuthorized, RequestFailed
+from verl_sglang_sync.engine.session import TrainerSession
 from verl_sglang_sync.ranks import TrainerRanks
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sync.sessions import Sessions
@@ -168,9 +169,17 @@ def test_a_proof_that_breaks_has_proven_nothing(monkeypatch, caplog):
     synced(weight_sync, WEIGHTS)
     engine.wants_proof = True
     monkeypatch.setattr(session.HeldWeights, "of", Mock(side_effect=MemoryError("no memory")))
+    commit, is_last = TrainerSession.commit, []
+
+    def noted(session, watch, **keys):
+        is_last.append(keys["is_last"])
+        commit(session, watch, **keys)
+
+    monkeypatch.setattr(TrainerSession, "commit", noted)
     report = synced(weight_sync, WEIGHTS)
     assert "not proven, exported in full again" in caplog.text
     assert report.is_proven is None and "proven" not in str(report)
+    assert is_last == [False, True], "the last session opens the gates"
 
 
 # The command.

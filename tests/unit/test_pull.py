@@ -35,6 +35,8 @@ from verl_sglang_sync.sources.export_trace import (
 )
 from verl_sglang_sync.sources.owners import Origin, Owners, held_by_all, shards_of_rows
 
+CPU = torch.device("cpu")
+
 
 class PullRank(Rank):
     """A rank whose parameters are pulled; `spoils`: the engines' loaders change what they load."""
@@ -350,7 +352,7 @@ def test_shards_of_the_map_are_the_tensors(case, data):
     weight_map = decode_weight_map(encoded.data)
     reader = data.draw(st.integers(0, 4))
     bases = decode_bases(bases_for(traced, tables, one_host(5), reader).data)
-    source = ShardMemory(weight_map, bases, blocks).source(0)
+    source = ShardMemory(weight_map, bases, blocks, CPU).source(0)
     stops = [piece.start + piece.nbytes for piece in source.map.pieces]
     assert stops == sorted(stops), "ascending, and apart"
     bucket = source.packed(layout)
@@ -427,7 +429,8 @@ def test_a_tensor_spread_over_shards_is_one_piece():
     weight_map = decode_weight_map(encoded.data)
     assert len(weight_map.buckets[0].pieces) == 1
     left, right = torch.arange(32, dtype=torch.uint8).chunk(2)
-    shards = ShardMemory(weight_map, decode_bases(encode_bases([(0, 0), (1, 0)])), [left, right])
+    bases = decode_bases(encode_bases([(0, 0), (1, 0)]))
+    shards = ShardMemory(weight_map, bases, [left, right], CPU)
     expected = torch.cat((left.view(4, 4), right.view(4, 4)), dim=1).flatten()
     assert torch.equal(shards.source(0).packed(layout)[8:], expected)
 
@@ -453,7 +456,7 @@ def test_bases_outside_of_the_blocks_are_refused(bases, error):
     weight_map = decode_weight_map(encode_weight_map([4, 4], []))
     blocks = [torch.zeros(4, dtype=torch.uint8) for _ in range(2)]
     with pytest.raises(WireError, match=error):
-        ShardMemory(weight_map, decode_bases(encode_bases(bases)), blocks)
+        ShardMemory(weight_map, decode_bases(encode_bases(bases)), blocks, CPU)
 
 
 BAD_MAPS = {

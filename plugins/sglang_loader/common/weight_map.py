@@ -8,7 +8,7 @@ the map. They are the *bases*, one for each shard, and differ by engine rank:
     encoded = encode_weight_map(shard_nbytes, [(encode_layout(layout), pieces), ...])   # trainer
     weight_map = decode_weight_map(encoded)                                             # engine
     weight_map.buckets[0].copies(copy)         # copies from numbered shards
-    shards = ShardMemory(weight_map, decode_bases(bases), blocks)       # in this process
+    shards = ShardMemory(weight_map, decode_bases(bases), blocks, device)   # in this process
 """
 
 from __future__ import annotations
@@ -136,6 +136,7 @@ class ShardMemory:
     Args:
         bases: one for each shard of the map.
         blocks: flat contiguous uint8, in the order in which the bases number the blocks.
+        device: on which the copies run.
 
     Attributes:
         senders: for each shard the trainer rank that sends its bytes, or `MAPPED`.
@@ -144,7 +145,13 @@ class ShardMemory:
         WireError: the bases are of another map, or a shard leaves its block.
     """
 
-    def __init__(self, weight_map: WeightMap, bases: Bases, blocks: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        weight_map: WeightMap,
+        bases: Bases,
+        blocks: Sequence[torch.Tensor],
+        device: torch.device,
+    ) -> None:
         if len(bases) != len(weight_map.shard_nbytes):
             raise WireError(f"{len(bases)} bases came for {len(weight_map.shard_nbytes)} shards")
         is_sent = bases[:, 0] == SENT
@@ -162,17 +169,13 @@ class ShardMemory:
         self.weight_map = weight_map
         self.bases = bases
         self.blocks = tuple(blocks)
+        self.device = device
         self.senders = tuple(np.where(is_sent, bases[:, 1], MAPPED).tolist())
 
     @property
     def are_mapped(self) -> bool:
         """True if no shard is sent."""
         return all(sender == MAPPED for sender in self.senders)
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the blocks, or the CPU if there is none."""
-        return self.blocks[0].device if self.blocks else torch.device("cpu")
 
     def of(self, shards: Iterable[int]) -> dict[int, torch.Tensor]:
         """Return the memory of some shards, by their numbers."""

@@ -125,7 +125,9 @@ class MappedMemory:
         # The same memory gives the same object, to which load plans have bound their copies.
         if self._shards is None or self._shards_key != key:
             try:
-                shards = ShardMemory(weight_map, decode_bases(self._data(message.bases)), blocks)
+                shards = ShardMemory(
+                    weight_map, decode_bases(self._data(message.bases)), blocks, self._device
+                )
             except WireError as error:
                 raise SessionError(str(error)) from None
             self._shards, self._shards_key = shards, key
@@ -143,6 +145,8 @@ class MappedMemory:
         kept = {name: self._mapped[name] for name in self._kept}
         if len(kept) < len(self._mapped):
             self._sources.clear()
+        is_kept = set(map(id, kept.values()))
+        if self._shards is not None and any(id(b) not in is_kept for b in self._shards.blocks):
             self._shards = None
         self._mapped, self._kept, self._slots = kept, set(), {}
 

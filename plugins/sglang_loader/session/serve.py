@@ -413,7 +413,7 @@ class Session:
             rounds = loader.plan_table(shards, message.num_ranks, message.round_bytes)
             self._rounds += [loader] * len(rounds)
             sent += [each.sent for each in rounds]
-        if not shards.are_mapped:
+        if message.rounds is not None:
             data = encode_rounds(sent)
             digest = digest_of(data)
             is_known = digest == message.rounds

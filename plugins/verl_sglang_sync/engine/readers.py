@@ -14,7 +14,8 @@ class EngineReader:
         replica: number of its replica among those that this trainer rank has sessions with.
 
     Attributes:
-        is_sent_to: trainer ranks send the engine rank shards that it cannot map.
+        is_sent_to: trainer ranks send shards that it cannot map, to the engine rank or to another
+            rank of its process group.
         proven_plan: name of the load plan with which the route to this engine rank was proven.
         rounds_digest: digest of `rounds`, or "".
         rounds: the bytes that trainer ranks send, as the engine rank has last listed them.

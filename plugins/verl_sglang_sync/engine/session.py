@@ -233,7 +233,7 @@ class TrainerSession:
     def map_blocks(
         self, names: Sequence[str], handles: Mapping[str, BufferHandle], *, keep: bool
     ) -> None:
-        """Announce blocks of the trainer ranks' parameters, which `load_shards` has mapped.
+        """Announce blocks of the trainer ranks' parameters. The engine maps them by `load_shards`.
 
         The slot of a block is its position, by which the bases name it.
 
@@ -277,7 +277,7 @@ class TrainerSession:
         host: str,
         num_ranks: int,
         round_bytes: int,
-        rounds: str,
+        rounds: str | None,
     ) -> None:
         """Request the load of a whole sync, from the blocks that `map_blocks` has announced.
 

@@ -16,7 +16,7 @@ is collective:
                                     engine serves the weights
     source.drain()                  after `confirm`, and after any failure     export, rounds
     route.prepare_to_learn(export)  if exported, while the engines load        none
-    route.learn(sync)               if exported, after the engines have loaded all
+    route.learn(sync)               if exported, after all engines have loaded     all
     source.end()                    when the engines serve the new weights     none
     route.recover(cause, export)    after a failed sync by this route          all
 
@@ -28,7 +28,7 @@ The state of a route is equal on all ranks, and changes as follows:
     any --(an error that may pass)--> RETRY_LATER --(n syncs)--> UNTRIED
     any --(a reason that stays)--> OFF
 
-The first sync by a LEARNT route is its proof: the sync delivers the weights of the last export once
+The first session by a LEARNT route is its proof: it delivers the weights of the last export once
 more. Only a PROVEN route delivers new weights.
 """
 

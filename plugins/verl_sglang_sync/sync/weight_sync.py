@@ -4,15 +4,16 @@ A trainer rank has sessions with the engine ranks that it gives weights to: one,
 sync is a few sessions with each, one after the other:
 
     _bring          new weights, by a route that is proven, or by verl's full export. If that fails
-                    before anything was published, once more, by the export
+                    before anything was published, once more, by the export, or by the same route
+                    if parameters have only moved
     _prove_route    after an export from which a route has learnt: the same weights by that route.
                     The engines refuse other bytes than they hold, and the export is made again
     _prove_served   when a proof is due, or a user has asked an engine for one: the same weights by
                     the export, through `load_weights`. The engines compare them with what they held
 
-`_once` is one session, and reads from top to bottom. Each rank goes through it at its own pace. The
-ranks wait for each other until all engine ranks have joined, until all have loaded the same (only
-then is anything published), and until every replica is done.
+`_once` is one session with each engine rank, and reads from top to bottom. Each rank goes through
+it at its own pace. The ranks wait for each other until all engine ranks have joined, until all have
+loaded the same (only then is anything published), and until every replica is done.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ class SyncPass:
         tries_route: the route is taken if it has something to offer, else the export.
         proof: what the session proves.
         proof_follows: another session of this sync proves what this one brings.
-        learns: the route may learn from an export.
+        is_last: no pass follows. The route learns nothing, and a user's request for a proof waits
+            for the next sync.
         by_route: the route brought the weights, not the export.
         wants_proof: an engine's user has asked for a proof of this sync, which can be made.
         differing: tensors that engines held with other bytes than an export that proves has.
@@ -81,7 +83,7 @@ class SyncPass:
     tries_route: bool = False
     proof: Proof = "none"
     proof_follows: bool = False
-    learns: bool = True
+    is_last: bool = False
     by_route: bool = field(default=False, init=False)
     wants_proof: bool = field(default=False, init=False)
     differing: list[str] = field(default_factory=list, init=False)
@@ -161,7 +163,8 @@ class WeightSync:
         """Send new weights, and prove what is not proven yet."""
         number = self._num_syncs + 1
         every = self._settings.prove_every_n_syncs
-        is_due = number == self._next_proof or (every > 0 and number % every == 0)
+        is_due = every > 0 and number % every == 0
+        is_due = is_due or (self._next_proof is not None and number >= self._next_proof)
         self._route.begin_sync()
         if is_due and not self._ranks.all(is_repeatable(task.weights)):
             warn_once(CANNOT_PROVE)
@@ -214,7 +217,8 @@ class WeightSync:
         """Send the weights that an export has just brought by the route that has learnt from it.
 
         Returns:
-            False if the engines got other bytes, or none: their weights are incomplete now.
+            False if the engines got other bytes, or none. Their weights are incomplete now, and
+            their gates closed.
         """
         route = self._route
         sync_pass = SyncPass(_without_report(task), tries_route=True, proof="route")
@@ -222,7 +226,7 @@ class WeightSync:
             with task.report.stage("prove"):
                 self._once(sync_pass)
         except SyncFailed as error:
-            if not error.can_repeat:
+            if error.may_be_served or not error.can_repeat:
                 raise
             differs = any(ending.differs for ending in error.endings)
             reason = Reason(f"its proof failed: {error}", is_final=differs)
@@ -253,8 +257,8 @@ class WeightSync:
                 if error.may_be_served or not error.can_repeat:
                     raise
                 logger.warning("weight sync: not proven, exported in full again: %s", error)
-                # The route learns nothing: no session of this sync follows that could prove it.
-                self._once(SyncPass(sync_pass.task, learns=False))
+                # Nothing follows it that could open the gates.
+                self._once(SyncPass(sync_pass.task, is_last=True))
                 self._next_proof = self._num_syncs + 2  # the next sync
                 return
         task.report.is_proven = not sync_pass.differing
@@ -330,7 +334,8 @@ class WeightSync:
                     source.drain()  # the other ranks need this one's part of the export
                     raise
                 source.drain()
-                learns = sync_pass.learns and proof == "none" and is_exported
+                may_follow = proof == "none" and not sync_pass.is_last
+                learns = may_follow and is_exported
                 sessions.finish(partial(self._prepare_to_learn, task, learns))
                 loaded = sessions.wait_until_loaded()
                 self._record_loaded(loaded, report)
@@ -338,7 +343,7 @@ class WeightSync:
                     self._learn(task, source, loaded)
                     self._check_fallback()
                     ranks.check()  # no rank may fail between here and its Commit
-                sync_pass.wants_proof = proof == "none" and wants_proof
+                sync_pass.wants_proof = may_follow and wants_proof
                 # The engines' gates stay closed while a proof follows.
                 follows = sync_pass.proof_follows or sync_pass.wants_proof
                 follows = follows or (learns and self._route.state is RouteState.LEARNT)
@@ -365,7 +370,7 @@ class WeightSync:
                 sync_pass.by_route = True
                 return source
         comparison = None
-        learns = sync_pass.learns and sync_pass.proof == "none"
+        learns = sync_pass.proof == "none" and not sync_pass.is_last
         if learns and self._route.wants_comparison(weights):
             with report.stage("learn"):
                 comparison = self._source_map.begin_comparison(weights)
@@ -408,7 +413,7 @@ class WeightSync:
             return
         route = self._route
         if route.state is RouteState.LEARNT or not route.reason:
-            return  # or another sync can prepare the route
+            return
         raise FallbackRefused(
             "on_fallback=error, and the next syncs would be exported in full: "
             f"{route.fallback_text}: {route.reason}. Set on_fallback=warn to go on slower"

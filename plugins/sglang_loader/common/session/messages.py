@@ -22,7 +22,7 @@ By the copy table there are no buckets. Instead of the LoadBuckets:
 
                                       <-     Store(bytes), for what the engine has not stored
                                       <-     LoadShards(weight map, bases)
-    Rounds(reads), if shards are sent ->
+    Rounds(reads), if they are wanted ->
     LoadDone(0)                       ->
                                       <-     LoadRound(index), for each round
     LoadDone(index)                   ->
@@ -211,7 +211,8 @@ class LoadShards(_Message, frozen=True, kw_only=True):
         bases: digest of the stored bases of the map's shards, as this engine rank reads them.
         num_ranks: the number of trainer ranks.
         round_bytes: about the largest size of a round.
-        rounds: digest of the rounds of this engine rank that the trainer has, or "".
+        rounds: digest of the rounds of this engine rank that the trainer has, or "". None if the
+            engine rank need not report any.
     """
 
     index: int
@@ -221,7 +222,7 @@ class LoadShards(_Message, frozen=True, kw_only=True):
     bases: str
     num_ranks: Size
     round_bytes: Annotated[int, msgspec.Meta(ge=1)]
-    rounds: str
+    rounds: str | None
 
 
 class LoadRound(_Message, frozen=True, kw_only=True):
@@ -282,7 +283,7 @@ class Rounds(_Message, frozen=True, kw_only=True):
 
 
 class LoadDone(_Message, frozen=True, kw_only=True):
-    """The engine's message that the device has finished with a bucket, or with all shards.
+    """The engine's message that the device has finished with a bucket, mapped shards, or a round.
 
     The memory may be written again.
     """

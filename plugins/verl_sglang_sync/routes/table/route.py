@@ -486,7 +486,7 @@ class TableSource(SyncSource):
                     host=host,
                     num_ranks=world_size(),
                     round_bytes=route._round_bytes,
-                    rounds=engine.reader.rounds_digest if engine.reader.is_sent_to else "",
+                    rounds=engine.reader.rounds_digest if engine.reader.is_sent_to else None,
                 )
         if route.sends:
             sent_to = [engine for engine in engines if engine.reader.is_sent_to]

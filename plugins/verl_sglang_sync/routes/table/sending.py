@@ -1,6 +1,6 @@
 """The sending of shards in rounds: what each trainer rank packs, as engine ranks have listed it.
 
-plan = SendPlan.of(rank, traced, rounds, destinations)     # pure, once
+plan = SendPlan.of(traced, parts, destinations, num_ranks)     # pure, once
 sender = Sender(plan, device)
 sender.begin(shards)                       # at the beginning of a sync
 for number in range(plan.num_rounds):
@@ -30,6 +30,8 @@ from verl_sglang_sync.sources.export_trace import TracedExport
 
 WORD_BYTES = 8
 """The unit of an all-to-all."""
+
+NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -115,13 +117,23 @@ def all_to_all_bytes(parts: Sequence[bytes], ranks: Ranks, device: torch.device)
     sizes = ranks.gather(list(map(len, parts)))
     own = own_rank()
     words = [[-(-size // WORD_BYTES) * WORD_BYTES for size in of_rank] for of_rank in sizes]
-    padded = [part.ljust(size, b"\0") for part, size in zip(parts, words[own], strict=True)]
-    sent = torch.frombuffer(bytearray(b"".join(padded)), dtype=torch.uint8).to(device)
     incoming = [of_rank[own] for of_rank in words]
-    received = sent
+
+    def allocate() -> tuple[torch.Tensor, torch.Tensor]:
+        pairs = zip(parts, words[own], strict=True)
+        padded = bytearray(b"".join(part.ljust(size, b"\0") for part, size in pairs))
+        sent = torch.frombuffer(padded, dtype=torch.uint8).to(device) if padded else NOTHING
+        return sent, torch.empty(sum(incoming), dtype=torch.uint8, device=device)
+
+    # No rank may fail alone from here on: the others would wait in the all-to-all.
+    buffers, reason = ranks.step(allocate)
+    if buffers is None:
+        raise RuntimeError(f"the lists of rounds could not be sent: {reason}")
+    sent, received = buffers
     if len(parts) > 1:
-        received = torch.empty(sum(incoming), dtype=torch.uint8, device=device)
-        all_to_all(sent, words[own], received, incoming, None).wait()
+        all_to_all(sent.to(device), words[own], received, incoming, None).wait()
+    else:
+        received = sent
     data, start, result = received.cpu().numpy().tobytes(), 0, []
     for rank, size in enumerate(incoming):
         result.append(data[start : start + sizes[rank][own]])

@@ -228,7 +228,7 @@ class _SentRounds(GroupDelivery, RoundsInSync):
                 with engine.naming_errors():
                     engine.session.load_round(receives=self._receives(engine, number))
             with self._report.stage("load"):
-                self._wait(number + 2)  # the load of mapped shards is received at once
+                self._wait(number + 2)  # one for the mapped shards, and one for each round so far
             with self._report.stage("pack"):
                 self._start(number)
 
@@ -256,7 +256,7 @@ def _count_pairs(report: SyncReport, engines: Sequence[EngineRank]) -> None:
     """Record the bytes that each trainer rank has sent to each of these engine ranks."""
     by_reader = []
     for engine in engines:
-        payloads = [each.payloads for each in engine.reader.rounds]
+        payloads = [[0] * world_size(), *(each.payloads for each in engine.reader.rounds)]
         by_reader.append([sum(of_rank) for of_rank in zip(*payloads, strict=True)])
     report.pair_bytes = [list(of_rank) for of_rank in zip(*by_reader, strict=True)]
     report.sent_bytes = sum(map(sum, report.pair_bytes))

@@ -1,7 +1,7 @@
 """The weight map and the bases that engines pull by, made from the trace of the export. Pure.
 
 weight_map = weight_map_of(buckets, traced)          # once, equal for all engine ranks
-bases = bases_for(traced, tables, number)            # where the shards are, for one engine rank
+bases = bases_for(traced, tables, wires, reader)     # where the shards are, for one engine rank
 """
 
 from __future__ import annotations
