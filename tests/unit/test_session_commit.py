@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sglang_loader.common.bucket_source import BucketPiece
+from sglang_loader.common.rounds import decode_rounds
 from sglang_loader.common.session.messages import decode_descriptor
 from sglang_loader.common.shared_memory import (
     CpuHandle,
@@ -358,11 +359,14 @@ def test_every_handle_of_mapped_memory_is_used(event, monkeypatch):
         with TrainerSession(sockets, SETTINGS, BlockNames()) as trainer:
             engine = joined(trainer, model)
             trainer.map_blocks(["here"], {"here": handle} if number < 3 else {}, keep=number < 3)
-            trainer.load_shards(
-                *in_one_block(), host=host_id(), num_ranks=1, round_bytes=1024, rounds=""
-            )
+            # An engine rank that maps all shards reports that it lists no round, if asked.
+            is_asked = number == 2
+            by_table = {**BY_TABLE, "rounds": "" if is_asked else None}
+            trainer.load_shards(*in_one_block(), **by_table)
             trainer.finish(num_tensors=2)
             wait_for([alone(trainer)], lambda session: session.loaded is not None, 10)
+            listed = None if trainer.rounds is None else decode_rounds(trainer.rounds.data, 1)
+            assert listed == ([] if is_asked else None)
             trainer.commit(lambda: None, is_last=True)
             trainer.wait_until_published()
             engine.join(20)

@@ -1,12 +1,18 @@
 """A wire for each pair of ranks: trainer ranks on two hosts, whose names alone are made up."""
 
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
+from sglang_loader.common.regions.read import Read
+from sglang_loader.common.rounds import RoundPart, SentRound
 from unit import route_ranks
 from unit.route_ranks import TP, Rank
+from verl_sglang_sync.engine.readers import EngineReader
+from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.routes.table.transports import count_pairs
 from verl_sglang_sync.routes.table.wires import Wires
 from verl_sglang_sync.sources.owners import Owners, held_by_all
 
@@ -60,6 +66,14 @@ def test_a_moved_parameter_is_located_again(pool):
     for seen in play(pool, *steps, kind="moe"):
         assert seen["routes"] == ["export", "pull", "pull"]
         assert set(seen["recoveries"]) <= {"AGAIN"}
+
+
+def test_the_bytes_of_each_pair_are_counted():
+    engines = [SimpleNamespace(reader=EngineReader()) for _ in range(2)]
+    engines[1].reader.rounds = [SentRound((RoundPart((Read(0, 0, (), 24, 0),), 32),))] * 2
+    report = SyncReport(mode="compiled", replica=0)
+    count_pairs(report, engines)
+    assert report.pair_bytes == [[0, 48]] and report.sent_bytes == 48
 
 
 def test_a_holder_on_the_same_host_is_preferred():

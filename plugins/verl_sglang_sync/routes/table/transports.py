@@ -177,7 +177,7 @@ class _ExchangedRounds(RoundsInSync):
 
     def count(self, report: SyncReport, num_buckets: int) -> None:
         report.num_exchanged += num_buckets
-        _count_pairs(report, self._engines)
+        count_pairs(report, self._engines)
 
 
 class Send(Transport):
@@ -249,10 +249,10 @@ class _SentRounds(GroupDelivery, RoundsInSync):
 
     def count(self, report: SyncReport, num_buckets: int) -> None:
         report.num_sent += num_buckets
-        _count_pairs(report, self._engines)
+        count_pairs(report, self._engines)
 
 
-def _count_pairs(report: SyncReport, engines: Sequence[EngineRank]) -> None:
+def count_pairs(report: SyncReport, engines: Sequence[EngineRank]) -> None:
     """Record the bytes that each trainer rank has sent to each of these engine ranks."""
     by_reader = []
     for engine in engines:
