@@ -22,7 +22,7 @@ from sglang_loader.common.weight_map import (
 from sglang_loader.session.mapped_memory import MappedMemory
 from unit import route_ranks
 from unit.route_ranks import TP, Rank
-from verl_sglang_sync.engine.session import EngineCannotMap
+from verl_sglang_sync.engine.session import EngineCannotMap, EngineFailed, TrainerSession
 from verl_sglang_sync.routes.table.weight_map import NO_BYTES, MemoryTable, bases_for, weight_map_of
 from verl_sglang_sync.routes.table.wires import Wires
 from verl_sglang_sync.sources import comparison
@@ -283,6 +283,29 @@ def test_no_rank_waits_for_one_that_failed_alone(pool, target, error, num_failed
             assert "rank 1" in seen["errors"][0]
 
 
+class LatePullRank(PullRank):
+    """A rank that learns last, and alone, that a proof was not served."""
+
+    def sync_ending_badly(self):
+        published, sessions = TrainerSession.wait_until_published, []
+
+        def fails(session):
+            sessions.append(session)
+            if len(sessions) == 2 and dist.get_rank() == 1:
+                raise EngineFailed("gone after Commit")
+            return published(session)
+
+        with mock.patch.object(TrainerSession, "wait_until_published", fails):
+            self.sync()
+
+
+def test_a_failure_after_commit_leaves_ranks_in_step(pool):
+    steps = ["sync_ending_badly", *["step", "sync"] * 3]
+    for seen in route_ranks.play(pool, LatePullRank, {"kind": "dense"}, *steps):
+        assert len(seen["errors"]) == 1 and "gone after Commit" in seen["errors"][0]
+        assert seen["routes"][-3:] == ["export", "pull", "pull"] and seen["state"] == "PROVEN"
+
+
 def test_engines_failing_during_comparison_prove_nothing(pool):
     fails = "sync_failing", None, LOAD, RuntimeError("the engine broke")
     answers = play(pool, fails, "sync", "sync")
@@ -447,6 +470,7 @@ BAD_BASES = {
     "of another map": ([(0, 0)], "1 bases came for 2 shards"),
     "in a block that does not exist": ([(0, 0), (2, 0)], "shard 1, 4 bytes from byte 0 of block 2"),
     "past the end of the block": ([(0, 0), (1, 1)], "shard 1, 4 bytes from byte 1 of block 1"),
+    "far past it": ([(0, 0), (1, 2**63 - 2)], "shard 1, 4 bytes from byte 9223372036854775806"),
     "negative": ([(0, 0), (1, -1)], "a base is negative"),
 }
 

@@ -10,7 +10,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from unit.route_ranks import export_of, sharded
 from unit.trainer_ranks import WORLD_SIZE, trainer_ranks
 from verl_sglang_sync.ranks import WeightSyncError
-from verl_sglang_sync.sources.replicas import check_replicas, differing_replicas
+from verl_sglang_sync.routes.table.wires import Wires
+from verl_sglang_sync.sources.owners import nearest
+from verl_sglang_sync.sources.replicas import (
+    ReplicaDifference,
+    check_replicas,
+    differing_replicas,
+)
 
 CPU = torch.device("cpu")
 
@@ -47,7 +53,7 @@ def compare(rows, drifting, tp):
             list(model.parameters())[1].view(-1)[-1] += 1
     after, error = difference(), None
     try:
-        check_replicas(after, [(ranks.replica_ranks, dist.get_rank())], ranks)
+        check_replicas(after, [(ranks.replica_ranks, dist.get_rank())], ranks, nearest)
     except WeightSyncError as raised:
         error = str(raised)
     return before, after and str(after), error
@@ -85,3 +91,12 @@ def compare_failing():
 
 def test_a_failed_comparison_leaves_no_rank_waiting(pool):
     assert pool.run(compare_failing) == [None] * WORLD_SIZE
+
+
+def test_the_copies_that_are_read_are_judged():
+    """An engine of two ranks on two hosts reads a near copy on each, and they differ."""
+    difference = ReplicaDifference("norm", ((0,), (2,)))
+    wires = Wires(("a", "a", "b", "b"), ("a", "b"), first_reader=4, can_map=True)
+    assert difference.is_mixed([0, 1], wires.holder)
+    assert not difference.is_mixed([0], wires.holder)
+    assert not difference.is_mixed([4, 5], nearest)

@@ -6,14 +6,17 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from sglang_loader.common.layout import WireError
 from sglang_loader.common.regions.read import Read
 from sglang_loader.common.rounds import RoundPart, SentRound
 from unit import route_ranks
 from unit.route_ranks import TP, Rank
 from verl_sglang_sync.engine.readers import EngineReader
 from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.routes.table.sending import check_parts
 from verl_sglang_sync.routes.table.transports import count_pairs
 from verl_sglang_sync.routes.table.wires import Wires
+from verl_sglang_sync.sources.export_trace import TracedExport, TracedParameter
 from verl_sglang_sync.sources.owners import Owners, held_by_all
 
 
@@ -66,6 +69,35 @@ def test_a_moved_parameter_is_located_again(pool):
     for seen in play(pool, *steps, kind="moe"):
         assert seen["routes"] == ["export", "pull", "pull"]
         assert set(seen["recoveries"]) <= {"AGAIN"}
+
+
+def test_a_rank_without_memory_for_rounds_hangs_nobody(pool):
+    fails = ("sync_failing", 1, "verl_sglang_sync.routes.table.sending.Sender.begin", MemoryError())
+    steps = [*["sync_on_two_hosts"] * 2, fails, *["sync_on_two_hosts"] * 2]
+    for seen in play(pool, *steps, kind="moe"):
+        assert seen["errors"] == [] and seen["routes"][-1] == "pull"
+
+
+TRACED = TracedExport((TracedParameter("p", Owners((0, 16), ((0,), (1,)), 40)),), {})
+
+
+@pytest.mark.parametrize(
+    ("shard", "offset", "rank", "error"),
+    [
+        (0, 8, 0, "shard 0 is to be sent up to byte 24, and it has 16 bytes"),
+        (1, 9, 1, "shard 1 is to be sent up to byte 25, and it has 24 bytes"),
+        (1, 0, 0, "shard 1 is to be sent, and rank 0 does not hold it"),
+        (2, 0, 1, "shard 2 is to be sent, and rank 1 does not hold it"),
+    ],
+)
+def test_nothing_outside_of_own_shards_is_sent(shard, offset, rank, error):
+    parts = [RoundPart((Read(shard, offset, (), 16, 0),), 16)]
+    with pytest.raises(WireError, match=error):
+        check_parts(TRACED, parts, rank)
+
+
+def test_all_of_an_own_shard_may_be_sent():
+    check_parts(TRACED, [RoundPart((Read(1, 8, (), 16, 0), Read(1, 0, (), 24, 16)), 40)], 1)
 
 
 def test_the_bytes_of_each_pair_are_counted():

@@ -158,8 +158,9 @@ class ShardMemory:
         # Nothing may read outside of the mapped blocks. A block that does not exist has no room.
         room = np.array([*(block.numel() for block in blocks), -1], dtype=np.int64)
         numbers = np.minimum(bases[:, 0], len(blocks))
-        stops = bases[:, 1] + np.array(weight_map.shard_nbytes, dtype=np.int64)
-        if (outside := np.flatnonzero((stops > room[numbers]) & ~is_sent)).size:
+        # A sum with the offset might overflow.
+        last = room[numbers] - np.array(weight_map.shard_nbytes, dtype=np.int64)
+        if (outside := np.flatnonzero((bases[:, 1] > last) & ~is_sent)).size:
             shard = int(outside[0])
             block, offset = bases[shard].tolist()
             raise WireError(

@@ -132,7 +132,7 @@ class MappedMemory:
                 raise SessionError(str(error)) from None
             self._shards, self._shards_key = shards, key
         named = message.weight_map, message.bases
-        self._stored = {digest: self._stored[digest] for digest in named}
+        self._stored = {digest: self._data(digest) for digest in named}
         return self._shards
 
     def _data(self, digest: str) -> bytes:

@@ -281,6 +281,10 @@ class ModelLoader:
                 self._note_replayed(index)
         return not plan.num_rest
 
+    def let_go(self) -> None:
+        """Drop the references to the trainer's memory, after `finish` or a failure."""
+        self._table_run = None
+
     def finish(self) -> SyncOutcome:
         """End a sync that has brought everything.
 

@@ -466,6 +466,8 @@ class Session:
         self._has_released = True
         # A bucket that failed midway is not in flight, but the device may still read its buffer.
         synchronize(self._device)
+        for loader in self._loaders:
+            loader.let_go()
         self._mapped.release()
         if self._received is not None:
             self._received.release()

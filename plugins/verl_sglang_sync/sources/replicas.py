@@ -1,9 +1,9 @@
 """Compares the copies of a shard that several trainer ranks hold, and that should be equal.
 
     difference = differing_replicas(traced, parameters, all_ranks, device)    # collective
-    check_replicas(difference, readers, all_ranks)    # raises if an engine would mix copies
+    check_replicas(difference, readers, all_ranks, holder)    # raises if an engine would mix copies
 
-An engine rank reads a shard from the nearest holder. If the holders' copies differ, engines serve
+An engine rank reads a shard from one of its holders. If the holders' copies differ, engines serve
 different models, and the TP ranks of one engine may serve parts of different models. With verl's
 own update they would, too: each trainer rank exports its own copy to the engine rank on its GPU.
 FSDP1 with `fsdp_size=1` lets copies drift apart, because it does not reduce their gradients.
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,10 +28,12 @@ from sglang_loader.common.ranks import Ranks as AllRanks
 from verl_sglang_sync.ranks import ReplicasDiffer, own_rank
 from verl_sglang_sync.report import logger, warn_once
 from verl_sglang_sync.sources.export_trace import TracedExport
-from verl_sglang_sync.sources.owners import nearest
 from verl_sglang_sync.sources.snapshot import memory_of
 
 Ranks = tuple[int, ...]
+
+Holder = Callable[[Sequence[int], int], int]
+"""A function of a shard's holders and of an engine rank's number: the holder that it reads from."""
 
 Digests = dict[Ranks, list[tuple[str, tuple[int, ...]]]]
 """The names of parameters and the digests of this rank's shards, by the shards' holders."""
@@ -53,12 +55,11 @@ class ReplicaDifference:
         sets = [f"ranks {', '.join(map(str, ranks))}" for ranks in self.copies]
         return f"{self.parameter} has other values on {' than on '.join(sets)}"
 
-    def is_mixed(self, readers: Iterable[int]) -> bool:
+    def is_mixed(self, readers: Iterable[int], holder: Holder) -> bool:
         """Return True if engine ranks with these numbers would read different copies."""
-        # `nearest` is the holder that an engine rank reads from.
         copy_of = {rank: number for number, ranks in enumerate(self.copies) for rank in ranks}
         holders = sorted(copy_of)
-        return len({copy_of[nearest(holders, reader)] for reader in readers}) > 1
+        return len({copy_of[holder(holders, reader)] for reader in readers}) > 1
 
 
 def differing_replicas(
@@ -131,6 +132,7 @@ def check_replicas(
     difference: ReplicaDifference | None,
     readers: Sequence[tuple[object, int]],
     all_ranks: AllRanks,
+    holder: Holder,
 ) -> None:
     """Refuse a difference that would give the TP ranks of one engine parts of different models.
 
@@ -141,6 +143,7 @@ def check_replicas(
         difference: the same on all ranks.
         readers: for each of this rank's engine ranks the identity of its replica, and its number
             among all engine ranks.
+        holder: which of a shard's holders an engine rank reads from.
 
     Raises:
         ReplicasDiffer: on all ranks, with the parameter's name and the ranks.
@@ -156,7 +159,7 @@ def check_replicas(
         "gradients, as with fsdp_size=1 under FSDP1 (verl issue 7493). Set "
         "actor_rollout_ref.actor.fsdp_config.fsdp_size=-1, or use strategy=fsdp2."
     )
-    if any(map(difference.is_mixed, by_replica.values())):
+    if any(difference.is_mixed(readers, holder) for readers in by_replica.values()):
         raise ReplicasDiffer(
             "weight sync refused: the TP ranks of one engine would hold parts of different models, "
             f"also with verl's own weight sync. {cause}"

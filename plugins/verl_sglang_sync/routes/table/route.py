@@ -37,6 +37,7 @@ from sglang_loader.common.rounds import (
     encode_parts,
     parts_of,
 )
+from sglang_loader.common.session.messages import SessionError
 from sglang_loader.common.shared_memory import BufferHandle, drop_references, host_id
 from verl_sglang_sync.engine.engine_ranks import EngineRank, wait_for
 from verl_sglang_sync.engine.session import BlockNotMapped, EngineCannotMap, TrainerSession
@@ -58,7 +59,7 @@ from verl_sglang_sync.routes.table.located import (
     TablePlan,
     share_shards,
 )
-from verl_sglang_sync.routes.table.sending import Sender, SendPlan, all_to_all_bytes
+from verl_sglang_sync.routes.table.sending import Sender, SendPlan, all_to_all_bytes, check_parts
 from verl_sglang_sync.routes.table.transports import RoundsInSync, Transport
 from verl_sglang_sync.routes.table.weight_map import MemoryTable
 from verl_sglang_sync.routes.table.wires import Wires
@@ -248,7 +249,8 @@ class TableRoute(Route):
         """Drop the preparation and the locations. The engines may have unmapped any block."""
         super().forget()
         self.free_scratch()
-        self._locations = None
+        # A failure after Commit may have left other blocks here than on other ranks.
+        self._locations, self._blocks_read = None, frozenset()
 
     def free_scratch(self) -> None:
         if self._sender is not None:
@@ -310,12 +312,12 @@ class TableRoute(Route):
             WeightSyncError: an engine would get parts of different models.
         """
         difference = differing_replicas(traced, sources, self._ranks, self._device)
-        numbers = [self._first_reader + reader for reader in self._own_readers]
+        assert self._wires is not None, "the wires are chosen before anything is compared"
         replicas: list[object] = [reader.replica for reader in self._readers()]
         if self._is_colocated:
-            replicas = [self._ranks.replica_ranks for _ in numbers]
-        readers = list(zip(replicas, numbers, strict=True))
-        check_replicas(difference, readers, self._ranks)
+            replicas = [self._ranks.replica_ranks for _ in self._own_readers]
+        readers = list(zip(replicas, self._own_readers, strict=True))
+        check_replicas(difference, readers, self._ranks, self._wires.holder)
 
     def _make_plan(self) -> Reason | None:
         """Map all buckets to shards, if the present plan is outdated.
@@ -393,13 +395,14 @@ class TableRoute(Route):
     ) -> tuple[str, Mapping[int, BufferHandle]]:
         """Return a block's name, and a handle for each engine rank of `mapping`."""
         name = self._block_names.name_of(block, member)
+        by_reader: dict[int, BufferHandle] = {}
         try:
-            by_reader = {reader: share_block(block, member) for reader in mapping}
+            for reader in mapping:
+                by_reader[reader] = share_block(block, member)
+                handles.append(by_reader[reader])
+                self._record(by_reader[reader])
         except ValueError as error:  # memory of a kind that has no handles
             raise NotTraceable(str(error)) from error
-        handles += by_reader.values()
-        for handle in by_reader.values():
-            self._record(handle)
         return name, by_reader
 
     def _prepare_rounds(
@@ -422,6 +425,7 @@ class TableRoute(Route):
             by_reader: dict[int, list[RoundPart]] = {}
             for data in all_to_all_bytes(parts, self._ranks, self._device):
                 by_reader.update(decode_parts(data))
+            check_parts(plan.traced, chain(*by_reader.values()), own_rank())
             positions = [position for position, _ in listed]
             places, num_ranks = self._transport.destinations(positions)
             readers = [by_reader[position] for position in positions]
@@ -495,6 +499,7 @@ class TableSource(SyncSource):
                 self._receive_rounds(sent_to)
                 sender = route._prepare_rounds(self._weights, engines)
                 rounds = route._transport.rounds(sender, sent_to, self._report)
+                route._ranks.check()
             self._rounds = rounds
             rounds.run()
         for bucket in route._cutter.buckets:
@@ -507,10 +512,12 @@ class TableSource(SyncSource):
         for engine in engines:
             listed, reader = engine.session.rounds, engine.reader
             assert listed is not None, "waited for"
-            if listed.data is not None:
-                with engine.naming_errors():
+            with engine.naming_errors():
+                if listed.data is not None:
                     reader.rounds = decode_rounds(listed.data, world_size())
-                reader.rounds_digest = listed.digest
+                    reader.rounds_digest = listed.digest
+                elif listed.digest != reader.rounds_digest:
+                    raise SessionError(f"rounds {listed.digest} were never sent to the trainer")
 
     def confirm(self) -> None:
         with self._report.stage("confirm"):

@@ -12,8 +12,9 @@ sender.end()
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ import torch
 from sglang_loader.common.broadcast.broadcast import all_to_all
 from sglang_loader.common.bucket_source import CopyFrom
 from sglang_loader.common.copies.fused import FusedCopies
+from sglang_loader.common.layout import WireError
 from sglang_loader.common.ranks import Ranks
 from sglang_loader.common.rounds import RoundPart
 from verl_sglang_sync.ranks import own_rank
@@ -101,6 +103,26 @@ class SendPlan:
     def largest(self) -> int:
         """The most bytes that the rank packs at a time."""
         return max((sum(each.sizes) for each in self.packed), default=0)
+
+
+def check_parts(traced: TracedExport, parts: Iterable[RoundPart], rank: int) -> None:
+    """Check what engine ranks have listed for a trainer rank to send.
+
+    Raises:
+        WireError: bytes outside of the shards that the trainer rank holds.
+    """
+    firsts = first_shards(traced)
+    for read in chain.from_iterable(part.reads for part in parts):
+        parameter = bisect_right(firsts, read.memory) - 1
+        owners, shard = traced.owners[parameter], read.memory - firsts[parameter]
+        if shard >= len(owners.starts) or rank not in owners.holders[shard]:
+            raise WireError(f"shard {read.memory} is to be sent, and rank {rank} does not hold it")
+        start, stop = owners.range_of(shard)
+        if read.stop > stop - start:
+            raise WireError(
+                f"shard {read.memory} is to be sent up to byte {read.stop}, and it has "
+                f"{stop - start} bytes"
+            )
 
 
 def _first(pair: tuple[int, object]) -> int:

@@ -128,13 +128,13 @@ class _ExchangedRounds(RoundsInSync):
     def _launch(self, *, makes_room: bool) -> Any:
         """Start the next round. This rank takes part even if it raises an error."""
         number, self._next = self._next, self._next + 1
-        error: Exception | None = None
+        error: BaseException | None = None
         try:
             if makes_room:
                 self._make_room(number)
             with self._report.stage("pack"):
                 self._sender.pack(number)
-        except Exception as failed:
+        except BaseException as failed:  # the other ranks are in the round
             error = failed
         size = sum(self._sizes[number])
         buffer = self._ring.buffer(number)[:size]
