@@ -11,7 +11,7 @@ import json
 import os
 import signal
 import time
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -298,9 +298,15 @@ def test_a_failure_while_sending_is_named_and_recovered(engines):
 
 
 def cannot_read(rank, reason):
-    """A sync in which the near engine cannot read the shards."""
-    fails = mock.patch.object(TableSource, "send", side_effect=reason)
-    with fails if rank.rank == 0 else nullcontext():
+    """A sync in which the near engine cannot read the shards, until the export has been made."""
+    send, failures = TableSource.send, [reason] if rank.rank == 0 else []
+
+    def fails_once(source, *arguments):
+        if failures:
+            raise failures.pop()
+        return send(source, *arguments)
+
+    with mock.patch.object(TableSource, "send", fails_once):
         return rank.kept["sender"].sync(rank.kept["export"].reexport(), "compiled")
 
 
