@@ -89,6 +89,11 @@ class SyncPass:
     differing: list[str] = field(default_factory=list, init=False)
     num_alike: int = field(default=0, init=False)
 
+    @property
+    def may_be_followed(self) -> bool:
+        """True if another pass may prove what this one brings."""
+        return self.proof == "none" and not self.is_last
+
 
 class WeightSync:
     """All syncs of one trainer rank. Every trainer process has one.
@@ -334,8 +339,7 @@ class WeightSync:
                     source.drain()  # the other ranks need this one's part of the export
                     raise
                 source.drain()
-                may_follow = proof == "none" and not sync_pass.is_last
-                learns = may_follow and is_exported
+                learns = sync_pass.may_be_followed and is_exported
                 sessions.finish(partial(self._prepare_to_learn, task, learns))
                 loaded = sessions.wait_until_loaded()
                 self._record_loaded(loaded, report)
@@ -343,7 +347,7 @@ class WeightSync:
                     self._learn(task, source, loaded)
                     self._check_fallback()
                     ranks.check()  # no rank may fail between here and its Commit
-                sync_pass.wants_proof = may_follow and wants_proof
+                sync_pass.wants_proof = sync_pass.may_be_followed and wants_proof
                 # The engines' gates stay closed while a proof follows.
                 follows = sync_pass.proof_follows or sync_pass.wants_proof
                 follows = follows or (learns and self._route.state is RouteState.LEARNT)
@@ -370,8 +374,7 @@ class WeightSync:
                 sync_pass.by_route = True
                 return source
         comparison = None
-        learns = sync_pass.proof == "none" and not sync_pass.is_last
-        if learns and self._route.wants_comparison(weights):
+        if sync_pass.may_be_followed and self._route.wants_comparison(weights):
             with report.stage("learn"):
                 comparison = self._source_map.begin_comparison(weights)
         return ExportedBuckets(

@@ -144,8 +144,8 @@ def all_to_all_bytes(parts: Sequence[bytes], ranks: Ranks, device: torch.device)
     def allocate() -> tuple[torch.Tensor, torch.Tensor]:
         pairs = zip(parts, words[own], strict=True)
         padded = bytearray(b"".join(part.ljust(size, b"\0") for part, size in pairs))
-        sent = torch.frombuffer(padded, dtype=torch.uint8).to(device) if padded else NOTHING
-        return sent, torch.empty(sum(incoming), dtype=torch.uint8, device=device)
+        sent = torch.frombuffer(padded, dtype=torch.uint8) if padded else NOTHING
+        return sent.to(device), torch.empty(sum(incoming), dtype=torch.uint8, device=device)
 
     # No rank may fail alone from here on: the others would wait in the all-to-all.
     buffers, reason = ranks.step(allocate)
@@ -153,7 +153,7 @@ def all_to_all_bytes(parts: Sequence[bytes], ranks: Ranks, device: torch.device)
         raise RuntimeError(f"the lists of rounds could not be sent: {reason}")
     sent, received = buffers
     if len(parts) > 1:
-        all_to_all(sent.to(device), words[own], received, incoming, None).wait()
+        all_to_all(sent, words[own], received, incoming, None).wait()
     else:
         received = sent
     data, start, result = received.cpu().numpy().tobytes(), 0, []

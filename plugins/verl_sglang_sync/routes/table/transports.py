@@ -102,7 +102,7 @@ class _ExchangedRounds(RoundsInSync):
         self._engines = engines
         own = engines[0].reader.rounds if engines else ()
         nothing = [0] * sender.plan.num_ranks
-        self._sizes = [list(each.sizes) for each in own]
+        self._sizes = [each.sizes for each in own]
         self._num_own = len(own)
         self._sizes += [nothing] * (sender.plan.num_rounds - self._num_own)
         self._next = 0
