@@ -1,7 +1,7 @@
 """A proof that a user asks a server for: the server's endpoints, and what the trainer ranks do."""
 
 import asyncio
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -32,7 +32,7 @@ from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sync.sessions import Sessions
 
 WEIGHTS = [("a", torch.arange(60.0)), ("b", torch.arange(60.0) + 1)]
-NOTHING = asdict(Proofs())
+NOTHING = Proofs().fields
 
 
 @pytest.fixture(autouse=True)
@@ -65,12 +65,18 @@ def test_asking_needs_the_keys_of_an_update(proofs):
     assert proofs.requested
 
 
-def updated(fact, version="7"):
-    """One update whose session has proven that; what the schedulers were asked."""
+def updated(fact, version="7", *, asks_meanwhile=False):
+    """One update whose session has proven that; what the schedulers were asked.
+
+    Args:
+        asks_meanwhile: a user asks while the session runs.
+    """
     asked = []
 
     async def schedulers(request):
         asked.append(facts_of(request))
+        if asks_meanwhile:
+            await proof_hooks.prove()
         return [with_facts(SimpleNamespace(), closed=None, is_busy=False, proof=fact)]
 
     arguments = SimpleNamespace(load_format="auto")
@@ -101,6 +107,15 @@ def test_a_request_stays_until_a_proof(proofs):
     }
     updated(proof_fact("served", ["v", "w"], is_good=True))
     assert (proofs.number, proofs.is_proven, proofs.differing) == (3, False, ["v", "w"])
+
+
+def test_a_running_proof_answers_no_later_request(proofs):
+    good = proof_fact("served", [], is_good=True)
+    assert not updated(good, asks_meanwhile=True)
+    assert (proofs.number, proofs.requested) == (1, True)
+    assert updated(good, asks_meanwhile=True)
+    assert (proofs.number, proofs.requested) == (2, True)
+    assert updated(good) and not proofs.requested
 
 
 def test_an_update_of_others_stays_unchanged():

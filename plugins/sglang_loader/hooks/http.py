@@ -168,9 +168,11 @@ async def ask_for_update(
     if request.load_format != SESSION_FORMAT:
         return await ask_until_idle(manager, communicator, request)
     request.rid = None  # facts travel in this field: drop a client's own value
-    request, started = with_facts(request, wants_proof=proofs.requested), time.monotonic()
+    num_requests, started = proofs.num_requests, time.monotonic()
+    request = with_facts(request, wants_proof=proofs.requested)
     replies = await ask_until_idle(manager, communicator, request)
-    proofs.note(replies, request.weight_version, time.monotonic() - started)
+    seconds = time.monotonic() - started
+    proofs.note(replies, request.weight_version, seconds, num_requests)
     return replies
 
 

@@ -42,7 +42,8 @@ class Proofs:
         is_proven: the engine serves what the trainer held, bit for bit. None before any proof.
         differing: names of the tensors that the engine held with other bytes.
         seconds: time that the proof took.
-        requested: a user waits for a proof.
+        num_requests: the requests for a proof that users have made.
+        num_answered: those of them that a proof has answered.
     """
 
     number: int = 0
@@ -50,10 +51,29 @@ class Proofs:
     is_proven: bool | None = None
     differing: list[str] = field(default_factory=list)
     seconds: float | None = None
-    requested: bool = False
+    num_requests: int = 0
+    num_answered: int = 0
 
-    def note(self, replies: Sequence[Any], version: str | None, seconds: float) -> None:
-        """Record the outcome of a proof if the engine's replies have one."""
+    @property
+    def requested(self) -> bool:
+        """True if a user waits for a proof."""
+        return self.num_requests > self.num_answered
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields of a reply to a user."""
+        numbers = ("num_requests", "num_answered")
+        shown = {name: value for name, value in asdict(self).items() if name not in numbers}
+        return {**shown, "requested": self.requested}
+
+    def note(
+        self, replies: Sequence[Any], version: str | None, seconds: float, num_requests: int
+    ) -> None:
+        """Record the outcome of a proof if the engine's replies have one.
+
+        Args:
+            num_requests: `num_requests` when the engine was asked. A proof answers no later one.
+        """
         facts = [fact for reply in replies if (fact := facts_of(reply).get("proof")) is not None]
         if not facts:
             return
@@ -64,7 +84,7 @@ class Proofs:
         # If the proof refused a route, the engine serves none of its weights. The trainer makes the
         # export, and the requested proof is still to come.
         if not names or facts[0]["proof"] == "served":
-            self.requested = False
+            self.num_answered = num_requests
 
 
 proofs = Proofs()
@@ -73,13 +93,13 @@ proofs = Proofs()
 
 async def prove() -> dict[str, Any]:
     """Request a proof of the next sync that begins. Several requests lead to one proof."""
-    proofs.requested = True
-    return asdict(proofs)
+    proofs.num_requests += 1
+    return proofs.fields
 
 
 async def last_proof() -> dict[str, Any]:
     """Return the outcome of the last proof."""
-    return asdict(proofs)
+    return proofs.fields
 
 
 def add_endpoints(app: Any) -> None:
