@@ -21,13 +21,14 @@ from verl_sglang_sync.sources.replicas import (
 CPU = torch.device("cpu")
 
 
-def compare(rows, drifting, tp):
+def compare(rows, drifting, tp, drifting_later=()):
     """How the ranks' copies differ before and after some of them train alone, and whether that is
     an error.
 
     Args:
         rows: of the mesh: replicas of the model.
         drifting: ranks that train one parameter otherwise.
+        drifting_later: ranks that train a later parameter otherwise.
     """
     from verl_sglang_sync.sources.source_map import SourceMap
 
@@ -51,12 +52,15 @@ def compare(rows, drifting, tp):
     if dist.get_rank() in drifting:
         with torch.no_grad():
             list(model.parameters())[1].view(-1)[-1] += 1
+    if dist.get_rank() in drifting_later:
+        with torch.no_grad():
+            list(model.parameters())[2].view(-1)[-1] += 1
     after, error = difference(), None
     try:
         check_replicas(after, [(ranks.replica_ranks, dist.get_rank())], ranks, nearest)
     except WeightSyncError as raised:
         error = str(raised)
-    return before, after and str(after), error
+    return before, [str(each) for each in after], error
 
 
 @pytest.mark.parametrize(
@@ -71,9 +75,9 @@ def compare(rows, drifting, tp):
 )
 def test_copies_that_drifted_apart_are_named(pool, rows, drifting, tp, found, is_error):
     answers = pool.run(compare, rows, drifting, tp)
-    assert len(set(answers)) == 1, "the same on every rank"
+    assert len(set(map(str, answers))) == 1, "the same on every rank"
     before, after, error = answers[0]
-    assert before is None and after == found
+    assert not before and after == ([found] if found else [])
     assert (error is not None) == is_error
     if is_error:
         assert found in error and "TP ranks of one engine" in error and "fsdp_size=-1" in error
@@ -90,7 +94,23 @@ def compare_failing():
 
 
 def test_a_failed_comparison_leaves_no_rank_waiting(pool):
-    assert pool.run(compare_failing) == [None] * WORLD_SIZE
+    assert pool.run(compare_failing) == [[]] * WORLD_SIZE
+
+
+def test_every_drift_is_judged(pool):
+    """The first differs between engines alone. The second differs within an engine."""
+    for _, after, error in pool.run(compare, 4, [2, 3], 2, [3]):
+        assert len(after) == 2
+        assert error is not None and "model.layers.1 has other values" in error
+
+
+def test_drifts_of_other_holders_are_judged(pool):
+    """Ranks 0 and 2, and 1 and 3, hold the same shards."""
+    for _, after, _ in pool.run(compare, 2, [2, 3], 2):
+        assert [each.partition(" has ")[2] for each in after] == [
+            "other values on ranks 0 than on ranks 2",
+            "other values on ranks 1 than on ranks 3",
+        ]
 
 
 def test_the_copies_that_are_read_are_judged():

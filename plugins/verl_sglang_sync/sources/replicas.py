@@ -1,7 +1,7 @@
 """Compares the copies of a shard that several trainer ranks hold, and that should be equal.
 
-    difference = differing_replicas(traced, parameters, all_ranks, device)    # collective
-    check_replicas(difference, readers, all_ranks, holder)    # raises if an engine would mix copies
+    differences = differing_replicas(traced, parameters, all_ranks, device)   # collective
+    check_replicas(differences, readers, all_ranks, holder)   # raises if an engine would mix copies
 
 An engine rank reads a shard from one of its holders. If the holders' copies differ, engines serve
 different models, and the TP ranks of one engine may serve parts of different models. With verl's
@@ -9,7 +9,7 @@ own update they would, too: each trainer rank exports its own copy to the engine
 FSDP1 with `fsdp_size=1` lets copies drift apart, because it does not reduce their gradients.
 
 Each rank takes the digests of its shards in one launch, and sends one digest for each set of
-holders. If these differ, the holders send the digests of all shards, to find the parameter's name.
+holders. If some differ, their holders send the digests of all shards, to find the parameters.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ Digests = dict[Ranks, list[tuple[str, tuple[int, ...]]]]
 
 @dataclass(frozen=True)
 class ReplicaDifference:
-    """The first parameter of which trainer ranks hold different copies.
+    """A way in which the copies of trainer ranks differ.
 
     Attributes:
-        parameter: name of the parameter among the sources.
+        parameter: name of the first parameter whose copies differ in this way.
         copies: at least two sets of ranks. The ranks of one set hold equal copies.
     """
 
@@ -67,7 +67,7 @@ def differing_replicas(
     parameters: Mapping[str, torch.Tensor],
     all_ranks: AllRanks,
     device: torch.device,
-) -> ReplicaDifference | None:
+) -> list[ReplicaDifference]:
     """Compare the copies of all shards that several ranks hold. Collective.
 
     Args:
@@ -75,29 +75,29 @@ def differing_replicas(
         parameters: this rank's tensors, by name.
 
     Returns:
-        The first difference, the same on all ranks, or None if there is none. None with a warning
-        if a rank cannot take the digests.
+        Every way in which copies differ, the same on all ranks. None of them, with a warning, if a
+        rank cannot take the digests.
     """
     if all(len(ranks) == 1 for owners in traced.owners for ranks in owners.holders):
-        return None
+        return []
     own, failed = all_ranks.step(partial(_own_digests, traced, parameters, device))
     if own is None:
         warn_once(f"the trainer ranks' copies of parameters are not compared: {failed}")
-        return None
+        return []
     # One digest for each set of holders keeps the messages small.
     sums = {ranks: hashlib.sha256(repr(rows).encode()).digest() for ranks, rows in own.items()}
-    differing = _unequal(all_ranks.gather(sums))
-    if differing is None:
-        return None
-    # Only now send the digests of all shards, to find the first parameter that differs.
-    by_rank = all_ranks.gather(own[differing] if own_rank() in differing else [])
-    for number, (parameter, _) in enumerate(by_rank[differing[0]]):
-        copies: defaultdict[object, list[int]] = defaultdict(list)
-        for rank in differing:
-            copies[by_rank[rank][number]].append(rank)
-        if len(copies) > 1:
-            return ReplicaDifference(parameter, tuple(map(tuple, copies.values())))
-    return None
+    # The first parameter of each way to differ, by the copies.
+    found: dict[tuple[Ranks, ...], str] = {}
+    for holders in _unequal(all_ranks.gather(sums)):
+        # Only now send the digests of all shards, to find the parameters that differ.
+        by_rank = all_ranks.gather(own[holders] if own_rank() in holders else [])
+        for number, (parameter, _) in enumerate(by_rank[holders[0]]):
+            copies: defaultdict[object, list[int]] = defaultdict(list)
+            for rank in holders:
+                copies[by_rank[rank][number]].append(rank)
+            if len(copies) > 1:
+                found.setdefault(tuple(map(tuple, copies.values())), parameter)
+    return [ReplicaDifference(parameter, copies) for copies, parameter in found.items()]
 
 
 def _own_digests(
@@ -119,28 +119,25 @@ def _own_digests(
     return own_digests
 
 
-def _unequal(by_rank: Sequence[Mapping[Ranks, bytes]]) -> Ranks | None:
-    """Return the first set of holders whose digests differ, or None."""
-    for digest_by_holders in by_rank:
-        for ranks in digest_by_holders:
-            if len({by_rank[rank].get(ranks) for rank in ranks}) > 1:
-                return ranks
-    return None
+def _unequal(by_rank: Sequence[Mapping[Ranks, bytes]]) -> list[Ranks]:
+    """Return the sets of holders whose digests differ."""
+    holders = dict.fromkeys(ranks for digest_by_holders in by_rank for ranks in digest_by_holders)
+    return [ranks for ranks in holders if len({by_rank[rank].get(ranks) for rank in ranks}) > 1]
 
 
 def check_replicas(
-    difference: ReplicaDifference | None,
+    differences: Sequence[ReplicaDifference],
     readers: Sequence[tuple[object, int]],
     all_ranks: AllRanks,
     holder: Holder,
 ) -> None:
-    """Refuse a difference that would give the TP ranks of one engine parts of different models.
+    """Refuse differences that would give the TP ranks of one engine parts of different models.
 
-    Collective if there is a difference. If each engine would serve a whole model, but not the same
+    Collective if there are differences. If each engine would serve a whole model, but not the same
     one, the first rank logs a warning.
 
     Args:
-        difference: the same on all ranks.
+        differences: the same on all ranks.
         readers: for each of this rank's engine ranks the identity of its replica, and its number
             among all engine ranks.
         holder: which of a shard's holders an engine rank reads from.
@@ -148,18 +145,24 @@ def check_replicas(
     Raises:
         ReplicasDiffer: on all ranks, with the parameter's name and the ranks.
     """
-    if difference is None:
+    if not differences:
         return
     by_replica: defaultdict[object, list[int]] = defaultdict(list)
     for of_rank in all_ranks.gather(list(readers)):
         for replica, number in of_rank:
             by_replica[replica].append(number)
+    mixed = [
+        difference
+        for difference in differences
+        if any(difference.is_mixed(readers, holder) for readers in by_replica.values())
+    ]
+    worst = (mixed or differences)[0]
     cause = (
-        f"The trainer's ranks have drifted apart: {difference}. Their optimizers do not share "
+        f"The trainer's ranks have drifted apart: {worst}. Their optimizers do not share "
         "gradients, as with fsdp_size=1 under FSDP1 (verl issue 7493). Set "
         "actor_rollout_ref.actor.fsdp_config.fsdp_size=-1, or use strategy=fsdp2."
     )
-    if any(difference.is_mixed(readers, holder) for readers in by_replica.values()):
+    if mixed:
         raise ReplicasDiffer(
             "weight sync refused: the TP ranks of one engine would hold parts of different models, "
             f"also with verl's own weight sync. {cause}"

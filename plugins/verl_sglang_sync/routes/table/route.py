@@ -311,13 +311,13 @@ class TableRoute(Route):
         Raises:
             WeightSyncError: an engine would get parts of different models.
         """
-        difference = differing_replicas(traced, sources, self._ranks, self._device)
+        differences = differing_replicas(traced, sources, self._ranks, self._device)
         assert self._wires is not None, "the wires are chosen before anything is compared"
         replicas: list[object] = [reader.replica for reader in self._readers()]
         if self._is_colocated:
             replicas = [self._ranks.replica_ranks for _ in self._own_readers]
         readers = list(zip(replicas, self._own_readers, strict=True))
-        check_replicas(difference, readers, self._ranks, self._wires.holder)
+        check_replicas(differences, readers, self._ranks, self._wires.holder)
 
     def _make_plan(self) -> Reason | None:
         """Map all buckets to shards, if the present plan is outdated.
