@@ -23,6 +23,7 @@ from verl_sglang_sync.engine.server_client import operations
 from verl_sglang_sync.engine.server_client.errors import ReplyLost, ServerUnreachable
 from verl_sglang_sync.engine.server_client.operations import Call
 from verl_sglang_sync.engine.session import EngineFailed, TrainerSession
+from verl_sglang_sync.ranks import AGREE_EVERY_S
 from verl_sglang_sync.report import log_remarks
 
 logger = logging.getLogger(__name__)
@@ -166,6 +167,40 @@ def poll(engine_ranks: Sequence[EngineRank]) -> None:
     for engine_rank in engine_ranks:
         with engine_rank.naming_errors():
             engine_rank.session.poll()
+
+
+def waiting(
+    engine_ranks: Sequence[EngineRank],
+    holds: Callable[[TrainerSession], bool],
+    limit_s: float,
+    late: str,
+) -> Callable[[], bool | None]:
+    """Make this rank's part of a wait of all trainer ranks, for `Ranks.poll`.
+
+    It returns True if a condition holds for every session of this rank, and None after
+    `AGREE_EVERY_S`, in which it may not hold. It raises if a session fails, or after `limit_s`.
+
+    Args:
+        holds: the condition.
+        late: what was waited for, in the error.
+    """
+    deadline = time.monotonic() + limit_s
+
+    def wait_once() -> bool | None:
+        pause = time.monotonic() + AGREE_EVERY_S
+        while True:
+            poll(engine_ranks)
+            unready = next((e for e in engine_ranks if not holds(e.session)), None)
+            if unready is None:
+                return True
+            if time.monotonic() > deadline:
+                with unready.naming_errors():
+                    raise PeerLost(f"{late} within {limit_s:g} s")
+            if time.monotonic() > pause:
+                return None
+            unready.session.wait_briefly()
+
+    return wait_once
 
 
 def wait_for(

@@ -25,7 +25,7 @@ from typing import NoReturn
 from sglang_loader.common.ranks import Interrupted, Ranks, RanksFailed, attempt
 from sglang_loader.common.session.messages import Loaded, PeerLost
 from verl_sglang_sync.config import WeightSyncConfig
-from verl_sglang_sync.engine.engine_ranks import EngineRank, OpeningRequest, poll, wait_for
+from verl_sglang_sync.engine.engine_ranks import EngineRank, OpeningRequest, wait_for, waiting
 from verl_sglang_sync.engine.server_client.errors import ReplyLost, ServerUnreachable
 from verl_sglang_sync.engine.session import (
     EngineCannotMap,
@@ -234,25 +234,14 @@ class Sessions:
         Returns:
             The reports of this rank's engine ranks.
         """
+
+        def has_loaded(session: TrainerSession) -> bool:
+            return session.loaded is not None
+
+        # An engine rank reports only once all TP ranks of its engine have loaded, which other
+        # trainer ranks may have failed to bring about.
         limit_s = self.settings.request_timeout_s
-        deadline = time.monotonic() + limit_s
-
-        def have_loaded() -> bool | None:
-            pause = time.monotonic() + AGREE_EVERY_S
-            while True:
-                poll(self.engine_ranks)
-                waiting = next((e for e in self.engine_ranks if e.session.loaded is None), None)
-                if waiting is None:
-                    return True
-                # An engine rank reports only once all TP ranks of its engine have loaded, which
-                # other trainer ranks may have failed to bring about.
-                if time.monotonic() > deadline:
-                    with waiting.naming_errors():
-                        raise PeerLost(f"not loaded within {limit_s:g} s")
-                if time.monotonic() > pause:
-                    return None
-                waiting.session.wait_briefly()
-
+        have_loaded = waiting(self.engine_ranks, has_loaded, limit_s, "not loaded")
         with self.report.stage("commit"):
             self.ranks.poll(
                 have_loaded, same=self.sent, differ="the trainer ranks exported different tensors"

@@ -39,7 +39,7 @@ from sglang_loader.common.rounds import (
 )
 from sglang_loader.common.session.messages import SessionError
 from sglang_loader.common.shared_memory import BufferHandle, drop_references, host_id
-from verl_sglang_sync.engine.engine_ranks import EngineRank, wait_for
+from verl_sglang_sync.engine.engine_ranks import EngineRank, waiting
 from verl_sglang_sync.engine.session import BlockNotMapped, EngineCannotMap, TrainerSession
 from verl_sglang_sync.ranks import own_rank, world_size
 from verl_sglang_sync.report import SyncReport, warn_once
@@ -506,9 +506,13 @@ class TableSource(SyncSource):
             sessions.count(bucket)
 
     def _receive_rounds(self, engines: Sequence[EngineRank]) -> None:
-        """Wait until these engine ranks have listed their rounds."""
-        limit_s = self._route._limit_s
-        wait_for(engines, has_listed, limit_s)
+        """Wait until all engine ranks that are sent to have listed their rounds. Collective.
+
+        Args:
+            engines: those of this trainer rank.
+        """
+        route = self._route
+        route._ranks.poll(waiting(engines, has_listed, route._limit_s, "no list of rounds came"))
         for engine in engines:
             listed, reader = engine.session.rounds, engine.reader
             assert listed is not None, "waited for"
