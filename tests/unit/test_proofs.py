@@ -138,7 +138,7 @@ class Beside(TrainerRanks):
         self._can_prove = can_prove
 
     def _exchange(self, turn):
-        return [turn, replace(turn, item=(True, self._can_prove))]
+        return [turn, replace(turn, item=(True, self._can_prove, []))]
 
 
 @pytest.mark.parametrize("here", (True, False))

@@ -3,7 +3,9 @@
 A file with counters as torch has them stands for a GPU's: 1 until a handle's receiver drops it.
 """
 
+import os
 import struct
+from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
@@ -14,7 +16,10 @@ from sglang_loader.common.session.channel import engine_end
 from sglang_loader.common.shared_memory import CudaHandle, drop_references
 from support.settings import settings_of
 from verl_sglang_sync.engine.session import SentHandles, SessionSockets, TrainerSession
+from verl_sglang_sync.ranks import TrainerRanks
+from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sources.memory_blocks import BlockNames
+from verl_sglang_sync.sync.sessions import Sessions
 
 NUM = 6
 SETTINGS = settings_of("compiled", request_timeout_s=10)
@@ -46,8 +51,11 @@ def handle(number, file="/torch_counters"):
     )
 
 
+ELSEWHERE = handle(0, "/torch_of_another_host")
+
+
 def test_only_the_counters_of_the_handles_are_cleared(counters):
-    drop_references([handle(1), handle(4), handle(0, "/torch_removed_with_its_last_handle")])
+    assert drop_references([handle(1), handle(4), ELSEWHERE]) == [ELSEWHERE]
     assert counters() == [1, 0, 1, 1, 0, 1]
 
 
@@ -90,6 +98,7 @@ class Trainer:
             assert str(error) == ends
         finally:
             engine.close()
+        return opened
 
 
 def test_what_a_dead_engine_was_given_is_dropped(counters):
@@ -123,3 +132,35 @@ def test_an_engine_drops_unneeded_memory_itself(counters):
     trainer.session(["a"], ["b"], keep=False)
     trainer.session([], [], keep=False, ends="gone")
     assert counters() == [1] * NUM
+
+
+@pytest.mark.parametrize("ends", ["well", "gone"])
+def test_handles_of_other_hosts_are_reported_once(ends, counters):
+    trainer = Trainer()
+    trainer.session([], ["a"], keep=True)
+    trainer.sent.add("b", ELSEWHERE)
+    if ends == "gone":
+        trainer.session(["a", "b"], [], keep=True, ends="gone")
+    assert trainer.session([], [], keep=True).dropped_elsewhere == [ELSEWHERE]
+    assert counters()[0] == 0
+    assert not trainer.session([], [], keep=True).dropped_elsewhere
+
+
+class Beside(TrainerRanks):
+    """With the rank of another host that has the sessions, and says what its engines dropped."""
+
+    def _exchange(self, turn):
+        dropped = [handle(1, f"/torch_{os.getpid()}_1"), handle(2, "/torch_1_1")]
+        return [turn, replace(turn, item=(False, True, dropped))]
+
+
+def test_a_rank_drops_its_own_handles_alone(counters, tmp_path):
+    for name in (f"torch_{os.getpid()}_1", "torch_1_1"):
+        (tmp_path / name).write_bytes((tmp_path / "torch_counters").read_bytes())
+    sessions = Sessions(Beside(), SETTINGS, SyncReport(mode="compiled", replica=0))
+    sessions.wait_joined(can_prove=True)
+    own, others = (
+        struct.unpack_from(f"{NUM}Q", (tmp_path / name).read_bytes(), shared_memory.HEADER_NBYTES)
+        for name in (f"torch_{os.getpid()}_1", "torch_1_1")
+    )
+    assert own == (1, 0, 1, 1, 1, 1) and others == (1,) * NUM

@@ -16,9 +16,9 @@ Mapping a CUDA handle of memory that this process still has mapped gives the sam
 from __future__ import annotations
 
 import mmap
+import os
 from collections import defaultdict
 from collections.abc import Iterable
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -122,20 +122,34 @@ def share_storage(storage: torch.UntypedStorage) -> BufferHandle:
     )
 
 
-def drop_references(handles: Iterable[BufferHandle]) -> None:
+def drop_references(handles: Iterable[BufferHandle]) -> list[BufferHandle]:
     """Drop the references of handles whose receiver is dead, or will never map them.
 
-    Call this only if no receiver is left. If a receiver counts down later, the counter wraps, and
-    the memory is never freed.
+    Call this only if no receiver is left, and once for a handle. If a receiver counts down later,
+    the counter wraps, and the memory is never freed.
+
+    Returns:
+        The handles whose counters are not on this host, or are gone.
     """
     # torch frees the memory of a GPU when the receiver of each handle has counted down. A receiver
     # that was killed never counts down.
+    left: list[BufferHandle] = []
     for handle in handles:
         if isinstance(handle, CudaHandle):
-            file = SHARED_MEMORY / Path(handle.counter_file).name
-            with suppress(FileNotFoundError), file.open("r+b") as counters:
-                counters.seek(HEADER_NBYTES + COUNTER_NBYTES * handle.counter_offset)
-                counters.write(bytes(COUNTER_NBYTES))
+            try:
+                with (SHARED_MEMORY / Path(handle.counter_file).name).open("r+b") as counters:
+                    counters.seek(HEADER_NBYTES + COUNTER_NBYTES * handle.counter_offset)
+                    counters.write(bytes(COUNTER_NBYTES))
+            except FileNotFoundError:
+                left.append(handle)
+    return left
+
+
+def is_counted_here(handle: BufferHandle) -> bool:
+    """Return True if this process has made the handle's counter."""
+    # torch puts the process's id into the name of the file.
+    named = f"torch_{os.getpid()}_"
+    return isinstance(handle, CudaHandle) and Path(handle.counter_file).name.startswith(named)
 
 
 def map_buffer(handle: BufferHandle, device: torch.device) -> torch.Tensor:

@@ -98,10 +98,15 @@ class SessionSockets:
 
 
 class SentHandles:
-    """The handles that one engine rank was given and may still hold, from session to session."""
+    """The handles that one engine rank was given and may still hold, from session to session.
+
+    Attributes:
+        elsewhere: handles to drop whose counters are not on this host.
+    """
 
     def __init__(self) -> None:
         self._by_block: dict[str, list[BufferHandle]] = {}
+        self.elsewhere: list[BufferHandle] = []
 
     def add(self, block: str, handle: BufferHandle) -> None:
         self._by_block.setdefault(block, []).append(handle)
@@ -117,7 +122,12 @@ class SentHandles:
         # torch keeps memory of a GPU until the receiver of each handle has dropped it. An engine
         # that was killed never does, and one that fails early never maps what was sent to it.
         for block in self._by_block.keys() - set(blocks):
-            drop_references(self._by_block.pop(block))
+            self.elsewhere += drop_references(self._by_block.pop(block))
+
+    def take_elsewhere(self) -> list[BufferHandle]:
+        """Return `elsewhere`, and empty it."""
+        taken, self.elsewhere = self.elsewhere, []
+        return taken
 
 
 class TrainerSession:
@@ -135,6 +145,8 @@ class TrainerSession:
         descriptor: encoded, for the request that opens the session.
         plan: name of the engine's load plan, as of its Hello, or "" if it has none.
         wants_proof: a user has asked the engine's server for a proof, likewise.
+        dropped_elsewhere: handles that the engine rank holds no more, of trainer ranks on other
+            hosts, which must drop them.
         num_loads: number of loads that were requested: buckets, or mapped shards and rounds.
         num_done: number of loads that the engine has done, as of the last `poll`.
         num_receiving: number of loads that it has begun to receive, or maps, likewise.
@@ -187,6 +199,7 @@ class TrainerSession:
         self.rounds: wire.Rounds | None = None
         self.plan = ""
         self.wants_proof = False
+        self.dropped_elsewhere: list[BufferHandle] = []
 
     def accept(self, watch: Callable[[], None], *, wait_s: float) -> bool:
         """Exchange Hello and Welcome with the engine.
@@ -204,6 +217,7 @@ class TrainerSession:
         self._mapped, self._stored = set(hello.buffers), set(hello.stored)
         self.plan, self.wants_proof = hello.plan, hello.wants_proof
         self._sent.drop_all_but(self._mapped)  # left by an engine that died, or a failed session
+        self.dropped_elsewhere = self._sent.take_elsewhere()
         self._send(wire.Welcome)
         return True
 

@@ -107,7 +107,8 @@ class RemoteEngines:
         self._readers: Sequence[EngineReader] = ()
         self._sending: UpdateGroup | None = None  # of the last sync in which all ranks might send
         self._readers_group = ""  # name of the group of these engine ranks
-        self._sent: dict[EngineReader, SentHandles] = {}
+        # By server and TP rank. An engine that was started anew says that it maps nothing.
+        self._sent: dict[tuple[str, int], SentHandles] = {}
         self._folder: SessionFolder | None = None  # made with the first handle, which it lists
         self.route: TableRoute | None = None
 
@@ -153,7 +154,6 @@ class RemoteEngines:
             groups.abandoned += self._senders.abandoned
             self._senders.abandoned = []
             self._readers_group = group.name
-            self._sent = {}
             self._readers = [
                 EngineReader(replica=number)
                 for number, replica in enumerate(replicas)
@@ -199,7 +199,7 @@ class RemoteEngines:
                     sockets,
                     self._settings,
                     BlockNames(),
-                    self._sent.setdefault(reader, SentHandles()),
+                    self._sent.setdefault((replica.base_url, rank), SentHandles()),
                     proof=proof,
                     group=group.name,
                     senders=senders if reader.is_sent_to else "",

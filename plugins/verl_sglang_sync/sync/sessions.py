@@ -20,10 +20,12 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import NoReturn
 
 from sglang_loader.common.ranks import Interrupted, Ranks, RanksFailed, attempt
 from sglang_loader.common.session.messages import Loaded, PeerLost
+from sglang_loader.common.shared_memory import BufferHandle, drop_references, is_counted_here
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.engine_ranks import EngineRank, OpeningRequest, wait_for, waiting
 from verl_sglang_sync.engine.server_client.errors import ReplyLost, ServerUnreachable
@@ -161,7 +163,7 @@ class Sessions:
         limit_s = min(JOIN_TIMEOUT_S, self.settings.request_timeout_s)
         deadline, unjoined = time.monotonic() + limit_s, list(self.engine_ranks)
 
-        def join() -> tuple[bool, bool] | None:
+        def join() -> tuple[bool, bool, list[BufferHandle]] | None:
             while unjoined:
                 engine_rank = unjoined[0]
                 with engine_rank.naming_errors():
@@ -175,9 +177,12 @@ class Sessions:
                 unjoined.pop(0)
             for request in self.requests:
                 request.check()
-            return self.asks_for_proof, can_prove
+            dropped = [each.session.dropped_elsewhere for each in self.engine_ranks]
+            return self.asks_for_proof, can_prove, list(chain(*dropped))
 
-        asking, able = zip(*self.ranks.poll(join), strict=True)
+        asking, able, dropped = zip(*self.ranks.poll(join), strict=True)
+        # An engine on this rank's host may have died, and its session is the first rank's.
+        drop_references(filter(is_counted_here, chain(*dropped)))
         return any(asking) and all(able)
 
     @property
