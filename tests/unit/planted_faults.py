@@ -8,6 +8,7 @@ from unittest import mock
 import msgspec
 import torch.distributed as dist
 
+from sglang_loader.common.rounds import RoundPart
 from sglang_loader.load_plan import executor
 from sglang_loader.load_plan.copy_table import CopyTable
 from unit.route_ranks import Rank
@@ -144,7 +145,7 @@ def left_out(copy, number):
 
 
 def of_half_the_length(copy, number):
-    return [(replace(copy, run=copy.run // 2), number)]
+    return [(msgspec.structs.replace(copy, run=copy.run // 2), number)]
 
 
 def size_of(copy):
@@ -172,7 +173,7 @@ def read_early(copies):
     """The largest copy that can reads the buffer a word too early."""
     movable = [copy for copy in copies if copy.src >= 8]
     copy = max(movable, key=size_of)
-    copies[copies.index(copy)] = replace(copy, src=copy.src - 8)
+    copies[copies.index(copy)] = msgspec.structs.replace(copy, src=copy.src - 8)
     return copies
 
 
@@ -200,7 +201,7 @@ def sent_changed(change):
 
     def planted(cls, traced, readers, *places):
         changed = [
-            [replace(part, reads=tuple(change(list(part.reads)))) for part in parts]
+            [RoundPart(tuple(change(list(part.reads))), part.size) for part in parts]
             for parts in readers
         ]
         return plan(cls, traced, changed, *places)
@@ -213,8 +214,8 @@ def packed_in_other_order(reads):
     for i, read in enumerate(reads):
         if read.nbytes > 256 and (j := sizes.get(read.nbytes)) is not None:
             one, other = reads[i], reads[j]
-            reads[i] = replace(other, start=one.start)
-            reads[j] = replace(one, start=other.start)
+            reads[i] = msgspec.structs.replace(other, start=one.start)
+            reads[j] = msgspec.structs.replace(one, start=other.start)
             break
         sizes[read.nbytes] = i
     return reads
@@ -223,7 +224,7 @@ def packed_in_other_order(reads):
 def of_another_place(reads):
     """What is sent begins a word later in the shard."""
     return [
-        replace(read, offset=read.offset - 4 if read.offset >= 4 else read.offset) for read in reads
+        msgspec.structs.replace(read, offset=read.offset - 4 * (read.offset >= 4)) for read in reads
     ]
 
 

@@ -5,6 +5,7 @@ export.
 from dataclasses import replace
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -247,7 +248,7 @@ def test_codes_beyond_32_bits_have_64(number, monkeypatch):
 def test_ranks_with_different_traces_agree_on_nothing():
     tensor = TracedTensor(torch.uint8, (4,), Origin(0, ByteMap(0, ((4, 1),))))
     first = TracedExport((TracedParameter("p", Owners((0,), ((0,),), 8)),), {"t": tensor})
-    other = replace(tensor, origin=Origin(0, ByteMap(4, ((4, 1),))))
+    other = msgspec.structs.replace(tensor, origin=Origin(0, ByteMap(4, ((4, 1),))))
     with pytest.raises(NotTraceable, match="the ranks traced different exports: t differs"):
         merged_of([first, replace(first, tensors={"t": other})])
 

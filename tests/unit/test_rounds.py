@@ -1,12 +1,15 @@
 """The lists of what trainer ranks send in rounds: round trips, and what is refused."""
 
+from itertools import accumulate
+
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from sglang_loader.common.layout import WireError
-from sglang_loader.common.regions.geometry import StridedCopy
+from sglang_loader.common.regions.geometry import BYTES, StridedCopy, Unit
 from sglang_loader.common.regions.read import Read
 from sglang_loader.common.rounds import (
     RoundPart,
@@ -17,8 +20,12 @@ from sglang_loader.common.rounds import (
     encode_rounds,
     parts_of,
 )
-from sglang_loader.load_plan.rounds import cut_copy, num_bytes_read
-from unit.strided_moves import strided_sets
+from sglang_loader.common.weight_map import MAPPED
+from sglang_loader.load_plan.copy_table import CopyTable, TableStep
+from sglang_loader.load_plan.plan import NO_TENSORS
+from sglang_loader.load_plan.rounds import cut_copy, num_bytes_read, wired_steps
+from unit import strided_moves
+from unit.strided_moves import copies_out_of, strided_sets
 
 PART, NOTHING = RoundPart((Read(3, 8, ((2, 64),), 16, 16),), 48), RoundPart((), 0)
 ROUNDS = [SentRound((PART, NOTHING)), SentRound((NOTHING, PART))]
@@ -67,3 +74,56 @@ def moves(copy: StridedCopy):
     for count, src, dst in reversed(copy.dims):
         pairs = [(a + i * src, b + i * dst) for i in range(count) for a, b in pairs]
     return sorted(pairs)
+
+
+@st.composite
+def tables(draw):
+    """Copies of a few shapes, each to a storage of its own, from a few shards of 96 bytes."""
+    units = st.sampled_from([BYTES, Unit(4, 8, ("narrow", "wide"))])
+    shapes = st.lists(units.flatmap(part_of_a_shard), min_size=1, max_size=3)
+    pairs = st.tuples(st.sampled_from(draw(shapes)), st.integers(0, 3))
+    drawn = draw(st.lists(pairs, max_size=9))
+    return [(replace(copy, storage=i), shard) for i, (copy, shard) in enumerate(drawn)]
+
+
+def part_of_a_shard(unit):
+    return copies_out_of(96, unit, step=unit.src_bytes)
+
+
+def origins(copy, source):
+    """For each unit that is written, the bytes that it is made of, by a list of the source's."""
+    return {
+        place: (source[at : at + unit.src_bytes], unit)
+        for place, (at, unit) in strided_moves.moves(copy)
+    }
+
+
+@given(
+    tables(),
+    st.lists(st.sampled_from([MAPPED, 0, 1, 2]), min_size=4, max_size=4),
+    st.integers(1, 300),
+)
+def test_rounds_bring_what_the_table_copies(copies, senders, round_bytes):
+    shards = [[(shard, i) for i in range(96)] for shard in range(4)]
+    table = CopyTable((TableStep(tuple(copies), NO_TENSORS),))
+    [step] = wired_steps(table, senders, 3, round_bytes)
+    expected, found = {}, {}
+    for copy, shard in copies:
+        expected |= origins(copy, shards[shard])
+    for copy, shard in step.mapped:
+        assert senders[shard] == MAPPED
+        found |= origins(copy, shards[shard])
+    for each in step.rounds:
+        buffer = [None] * each.nbytes
+        starts = accumulate(each.sent.sizes, initial=0)
+        for sender, (part, start) in enumerate(zip(each.sent.parts, starts, strict=False)):
+            for read in part.reads:
+                assert senders[read.memory] == sender
+                for (_, to), (at, _) in strided_moves.moves(read.as_copy()):
+                    assert buffer[start + to] is None, "two reads have the same place"
+                    buffer[start + to] = shards[read.memory][at]
+        for copy in each.copies:
+            brought = origins(copy, buffer)
+            assert not brought.keys() & found.keys(), "a byte is written twice"
+            found |= brought
+    assert found == expected

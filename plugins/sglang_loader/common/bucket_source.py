@@ -17,12 +17,12 @@ from __future__ import annotations
 import sys
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import accumulate
 from typing import TypeAlias
 
 import msgspec
 import torch
+from msgspec.structs import replace
 
 from sglang_loader.common.copies.strided import copy_views
 from sglang_loader.common.layout import BucketLayout, check_buffer
@@ -85,12 +85,14 @@ class BucketMap:
                     f"a piece starts at byte {piece.start}, its predecessor ends at {self.nbytes}"
                 )
             self.nbytes = piece.start + piece.nbytes
-            # The bytes of a piece must lie in its memory, or in the concatenated shards.
-            places = piece.bytes
-            shards = piece.shards or ((piece.slot, 0, places.stop),)
-            room = sum(nbytes for _, _, nbytes in shards)
-            if places.nbytes != piece.nbytes or places.stop > room:
-                raise ValueError(f"the piece at byte {piece.start} leaves its memory")
+            shards: Sequence[tuple[int, int, int]] = ((piece.slot, piece.offset, piece.nbytes),)
+            if piece.dims or piece.shards:
+                # The bytes must lie in the memory, or in the concatenated shards.
+                places = piece.bytes
+                shards = piece.shards or ((piece.slot, 0, places.stop),)
+                room = sum(nbytes for _, _, nbytes in shards)
+                if places.nbytes != piece.nbytes or places.stop > room:
+                    raise ValueError(f"the piece at byte {piece.start} leaves its memory")
             for slot, offset, nbytes in shards:
                 self.needs[slot] = max(self.needs.get(slot, 0), offset + nbytes)
         self.pieces = tuple(pieces)
@@ -108,14 +110,15 @@ class BucketMap:
             i = bisect_right(self._starts, start) - 1
             if i < 0 or stop > self.pieces[i].start + self.pieces[i].nbytes:
                 raise ValueError(f"bytes {start} to {stop} of the bucket are in no piece")
-            yield from _from_piece(self.pieces[i], replace(part, src=start - self.pieces[i].start))
+            piece = self.pieces[i]
+            if piece.dims or piece.shards:
+                yield from _from_piece(piece, replace(part, src=start - piece.start))
+            else:  # the usual case
+                yield replace(part, src=piece.offset + start - piece.start), piece.slot
 
 
 def _from_piece(piece: BucketPiece, copy: StridedCopy) -> Iterator[CopyFrom]:
     """Yield copies from the memories for a copy whose `src` is an offset in the piece."""
-    if not piece.dims and not piece.shards:  # the usual case, and faster than `shard_copies`
-        yield replace(copy, src=piece.offset + copy.src), piece.slot
-        return
     shards = piece.shards or ((piece.slot, 0, sys.maxsize),)
     starts = list(accumulate((nbytes for _, _, nbytes in shards), initial=0))[:-1]
     for shard, part in shard_copies(piece.bytes, starts, copy):

@@ -35,8 +35,7 @@ class WireError(ValueError):
     """A message that does not follow the wire format. The sync must not go on."""
 
 
-@dataclass(frozen=True, slots=True)
-class BucketTensor:
+class BucketTensor(msgspec.Struct, frozen=True):
     """One tensor of a bucket, contiguous at byte `offset`."""
 
     name: str

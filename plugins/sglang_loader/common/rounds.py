@@ -10,22 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 
 from sglang_loader.common.layout import WireError
-from sglang_loader.common.regions.read import Count, Read, Size
+from sglang_loader.common.regions.read import Read
 from sglang_loader.common.session.messages import Words
 
-_EncodedRead: TypeAlias = tuple[Size, Size, tuple[tuple[Count, Size], ...], Count, Size]
-"""The fields of a `Read`, in order."""
 
-_EncodedPart: TypeAlias = tuple[list[_EncodedRead], Words]
-
-
-@dataclass(frozen=True, slots=True)
-class RoundPart:
+class RoundPart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The bytes that one trainer rank sends in one round.
 
     Attributes:
@@ -35,7 +29,7 @@ class RoundPart:
     """
 
     reads: tuple[Read, ...]
-    size: int
+    size: Words
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +50,13 @@ class SentRound:
 
 
 _encoder = msgspec.msgpack.Encoder()
-_rounds_decoder = msgspec.msgpack.Decoder(list[list[_EncodedPart]])
-_parts_decoder = msgspec.msgpack.Decoder(dict[int, list[_EncodedPart]])
+_rounds_decoder = msgspec.msgpack.Decoder(list[tuple[RoundPart, ...]])
+_parts_decoder = msgspec.msgpack.Decoder(dict[int, list[RoundPart]])
 
 
 def encode_rounds(rounds: Iterable[SentRound]) -> bytes:
     """Encode the rounds of an engine rank."""
-    return _encoder.encode([[_encoded(part) for part in sent.parts] for sent in rounds])
+    return _encoder.encode([sent.parts for sent in rounds])
 
 
 def decode_rounds(data: bytes, num_ranks: int) -> list[SentRound]:
@@ -78,7 +72,8 @@ def decode_rounds(data: bytes, num_ranks: int) -> list[SentRound]:
     for number, parts in enumerate(_parsed(_rounds_decoder, data)):
         if len(parts) != num_ranks:
             raise WireError(f"round {number} is sent by {len(parts)} ranks, not {num_ranks}")
-        rounds.append(SentRound(tuple(_decoded(part) for part in parts)))
+        _check_sizes(parts)
+        rounds.append(SentRound(parts))
     return rounds
 
 
@@ -89,9 +84,7 @@ def parts_of(rounds: Iterable[SentRound], rank: int) -> list[RoundPart]:
 
 def encode_parts(by_reader: Mapping[int, Sequence[RoundPart]]) -> bytes:
     """Encode one trainer rank's parts of the rounds of several engine ranks."""
-    return _encoder.encode(
-        {reader: [_encoded(part) for part in parts] for reader, parts in by_reader.items()}
-    )
+    return _encoder.encode(by_reader)
 
 
 def decode_parts(data: bytes) -> dict[int, list[RoundPart]]:
@@ -100,20 +93,17 @@ def decode_parts(data: bytes) -> dict[int, list[RoundPart]]:
     Raises:
         WireError: not the output of `encode_parts`.
     """
-    decoded = _parsed(_parts_decoder, data)
-    return {reader: [_decoded(part) for part in parts] for reader, parts in decoded.items()}
+    by_reader: dict[int, list[RoundPart]] = _parsed(_parts_decoder, data)
+    for parts in by_reader.values():
+        _check_sizes(parts)
+    return by_reader
 
 
-def _encoded(part: RoundPart) -> _EncodedPart:
-    return [(r.memory, r.offset, r.dims, r.run, r.start) for r in part.reads], part.size
-
-
-def _decoded(part: _EncodedPart) -> RoundPart:
-    reads, size = tuple(Read(*fields) for fields in part[0]), part[1]
-    stop = max((read.start + read.nbytes for read in reads), default=0)
-    if stop > size:
-        raise WireError(f"a part of a round packs {stop} bytes, and sends {size}")
-    return RoundPart(reads, size)
+def _check_sizes(parts: Iterable[RoundPart]) -> None:
+    for part in parts:
+        stop = max((read.start + read.nbytes for read in part.reads), default=0)
+        if stop > part.size:
+            raise WireError(f"a part of a round packs {stop} bytes, and sends {part.size}")
 
 
 def _parsed(decoder: msgspec.msgpack.Decoder[Any], data: bytes) -> Any:

@@ -12,15 +12,17 @@ time. Pure.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
 from operator import itemgetter
+
+from msgspec.structs import replace
 
 from sglang_loader.common.bucket_source import CopyFrom
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.regions.coalesce import coalesce
-from sglang_loader.common.regions.geometry import BYTES, StridedCopy, Unit, collapse
+from sglang_loader.common.regions.geometry import BYTES, Dim, StridedCopy, Unit, collapse
 from sglang_loader.common.regions.read import Read
 from sglang_loader.common.rounds import RoundPart, SentRound
 from sglang_loader.common.weight_map import MAPPED
@@ -89,44 +91,41 @@ def _rounds(sent: Sequence[Sequence[CopyFrom]], round_bytes: int) -> Iterator[Ro
     num_rounds = -(-total // round_bytes)
     portions = [_portions(copies, num_rounds) for copies in sent]
     for number in range(num_rounds):
-        packed = [_Packed() for _ in sent]
-        for of_rank, copies in zip(packed, portions, strict=True):
-            for copy, shard in copies[number]:
-                of_rank.add(copy, shard)
-        sizes = [-(-of_rank.nbytes // UNIT_ALIGNMENT) * UNIT_ALIGNMENT for of_rank in packed]
-        # The start of a rank's bytes is known when the sizes of the ranks before are.
+        parts: list[RoundPart] = []
         unpacked: list[StridedCopy] = []
         start = 0
-        for of_rank, size in zip(packed, sizes, strict=True):
-            unpacked += [replace(copy, src=copy.src + start) for copy in of_rank.copies]
-            start += size
-        parts = [
-            RoundPart(tuple(of_rank.reads), size)
-            for of_rank, size in zip(packed, sizes, strict=True)
-        ]
+        for of_rank in portions:
+            part, copies = _packed(of_rank[number], start)
+            parts.append(part)
+            unpacked += copies
+            start += part.size
         yield Round(SentRound(tuple(parts)), tuple(coalesce(unpacked)))
 
 
 def _portions(copies: Sequence[CopyFrom], num: int) -> list[list[CopyFrom]]:
     """Divide copies into about equal portions."""
     total, taken = sum(num_bytes_read(copy) for copy, _ in copies), 0
+    ends = [total * (number + 1) // num for number in range(num)]
     portions: list[list[CopyFrom]] = [[] for _ in range(num)]
     number, left = 0, list(reversed(copies))
     while left:
         copy, shard = left.pop()
-        while number < num - 1 and taken >= total * (number + 1) // num:
+        while number < num - 1 and taken >= ends[number]:
             number += 1
-        room = total if number == num - 1 else total * (number + 1) // num - taken
-        head, *tails = cut_copy(copy, room)
-        left += [(tail, shard) for tail in reversed(tails)]
-        portions[number].append((head, shard))
-        taken += num_bytes_read(head)
+        nbytes = num_bytes_read(copy)
+        if number < num - 1 and nbytes > ends[number] - taken:
+            copy, *tails = cut_copy(copy, ends[number] - taken)
+            left += [(tail, shard) for tail in reversed(tails)]
+            nbytes = num_bytes_read(copy)
+        portions[number].append((copy, shard))
+        taken += nbytes
     return portions
 
 
 def cut_copy(copy: StridedCopy, nbytes: int) -> list[StridedCopy]:
     """Cut a copy behind about `nbytes` bytes of its source. The first result has these bytes."""
-    if num_bytes_read(copy) <= nbytes:
+    available = num_bytes_read(copy)
+    if available <= nbytes:
         return [copy]
     if not copy.dims:
         units = max(1, -(-nbytes // CUT_BYTES)) * CUT_BYTES // copy.unit.src_bytes
@@ -134,62 +133,73 @@ def cut_copy(copy: StridedCopy, nbytes: int) -> list[StridedCopy]:
             return [copy]
         src, dst = copy.src + units * copy.unit.src_bytes, copy.dst + units * copy.unit.dst_bytes
         return [replace(copy, run=units), replace(copy, src=src, dst=dst, run=copy.run - units)]
-    (count, src_stride, dst_stride), *inner = copy.dims
+    count, src_stride, dst_stride = copy.dims[0]
     if not src_stride:  # every row reads the same bytes, which are sent once
         return [copy]
-    row = replace(copy, dims=tuple(inner))
+    inner = copy.dims[1:]
 
     def rows(first: int, number: int) -> StridedCopy:
-        dims = ((number, src_stride, dst_stride), *inner) if number > 1 else tuple(inner)
+        dims = ((number, src_stride, dst_stride), *inner) if number > 1 else inner
         src, dst = copy.src + first * src_stride, copy.dst + first * dst_stride
         return replace(copy, src=src, dst=dst, dims=dims)
 
-    fitting = nbytes // num_bytes_read(row)
+    fitting = nbytes * count // available
     if fitting:
         return [rows(0, fitting), rows(fitting, count - fitting)]
-    return [*cut_copy(row, nbytes), *([rows(1, count - 1)] if count > 1 else [])]
+    return [*cut_copy(rows(0, 1), nbytes), *([rows(1, count - 1)] if count > 1 else [])]
 
 
 def num_bytes_read(copy: StridedCopy) -> int:
     """Return the bytes of the source. A byte that is repeated counts once."""
-    moving = (count for count, src_stride, _ in copy.dims if src_stride)
-    return copy.run * copy.unit.src_bytes * math.prod(moving)
+    nbytes = copy.run * copy.unit.src_bytes
+    for count, src_stride, _ in copy.dims:
+        nbytes *= count if src_stride else 1
+    return nbytes
 
 
-class _Packed:
-    """The bytes of one trainer rank in one round, while copies are added.
+def _packed(copies: Sequence[CopyFrom], first: int) -> tuple[RoundPart, list[StridedCopy]]:
+    """Pack the bytes that copies read of one trainer rank's shards in one round.
 
-    Attributes:
-        reads: of the rank's shards, each with its place in the packed bytes.
-        copies: from the packed bytes.
-        nbytes: of the packed bytes.
+    Args:
+        first: the offset of the rank's bytes in the buffer of the round, in whole units of
+            `UNIT_ALIGNMENT`.
+
+    Returns:
+        The bytes, each once, and the copies from the buffer of the round.
     """
-
-    def __init__(self) -> None:
-        self.reads: list[Read] = []
-        self.copies: list[StridedCopy] = []
-        self.nbytes = 0
-        self._starts: dict[tuple[Read, Unit], int] = {}
-
-    def add(self, copy: StridedCopy, shard: int) -> None:
-        """Add the bytes that a copy reads, unless they are there already."""
-        ordered, step = sorted(copy.dims, key=itemgetter(1)), copy.run * copy.unit.src_bytes
-        # Innermost first. A dimension with source stride 0 has stride 0 in the buffer, too.
-        within, moves = [], []
-        for count, src, dst in ordered:
-            moves.append((count, step if src else 0, dst))
-            if src:
-                within.append((count, src, step))
-                step *= count
-        dims, run = collapse(within, copy.run * copy.unit.src_bytes, BYTES)
-        read = Read(shard, copy.src, tuple((count, src) for count, src, _ in dims), run, 0)
-        start = self._starts.get((read, copy.unit))
+    reads: list[Read] = []
+    unpacked: list[StridedCopy] = []
+    nbytes = 0
+    starts: dict[tuple[object, ...], int] = {}
+    for copy, shard in copies:
+        unit = copy.unit
+        within, length, moved, num_moved = _packed_dims(copy.dims, copy.run, unit)
+        read = shard, copy.src, within, length, unit
+        start = starts.get(read)
         if start is None:
             # This keeps the copy's words, or elements, whole.
-            ahead = copy.dst if copy.unit.cast is None else 0
-            start = self.nbytes + (ahead - self.nbytes) % UNIT_ALIGNMENT
-            self._starts[read, copy.unit] = start
-            self.reads.append(replace(read, start=start))
-            self.nbytes = start + read.nbytes
-        moved, units = collapse(moves, copy.run, copy.unit)
-        self.copies.append(StridedCopy(copy.storage, start, copy.dst, moved, units, copy.unit))
+            ahead = copy.dst if unit.cast is None else 0
+            start = starts[read] = nbytes + (ahead - nbytes) % UNIT_ALIGNMENT
+            reads.append(Read(shard, copy.src, within, length, start))
+            nbytes = start + num_bytes_read(copy)
+        unpacked.append(StridedCopy(copy.storage, first + start, copy.dst, moved, num_moved, unit))
+    size = -(-nbytes // UNIT_ALIGNMENT) * UNIT_ALIGNMENT
+    return RoundPart(tuple(reads), size), unpacked
+
+
+@lru_cache(maxsize=4096)  # copies of few shapes read at many places
+def _packed_dims(
+    dims: tuple[Dim, ...], run: int, unit: Unit
+) -> tuple[tuple[tuple[int, int], ...], int, tuple[Dim, ...], int]:
+    """Return the dimensions and run of the read, and those of the copy from the packed bytes."""
+    step = run * unit.src_bytes
+    # Innermost first. A dimension with source stride 0 has stride 0 in the buffer, too.
+    within, moves = [], []
+    for count, src, dst in sorted(dims, key=itemgetter(1)):
+        moves.append((count, step if src else 0, dst))
+        if src:
+            within.append((count, src, step))
+            step *= count
+    read, num_read = collapse(within, run * unit.src_bytes, BYTES)
+    moved, num_moved = collapse(moves, run, unit)
+    return tuple((count, src) for count, src, _ in read), num_read, moved, num_moved

@@ -21,6 +21,7 @@ from functools import cached_property
 from typing import Any, NamedTuple, NoReturn
 from unittest import mock
 
+import msgspec
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -43,8 +44,7 @@ class NotTraceable(Exception):
     """The reason why an export's tensors are not bytes of the export's sources."""
 
 
-@dataclass(frozen=True)
-class TracedTensor:
+class TracedTensor(msgspec.Struct, frozen=True):
     """An exported tensor, and the bytes of a parameter that it consists of."""
 
     dtype: torch.dtype
@@ -52,8 +52,7 @@ class TracedTensor:
     origin: Origin
 
 
-@dataclass(frozen=True)
-class TracedParameter:
+class TracedParameter(msgspec.Struct, frozen=True):
     """A tensor that the export reads, and the ranks that hold its shards.
 
     Attributes:

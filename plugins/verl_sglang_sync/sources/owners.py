@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import msgspec
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -21,8 +21,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from sglang_loader.common.regions.compose import ByteMap
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
+class Origin(msgspec.Struct, frozen=True):
     """The bytes of a parameter that an exported tensor consists of.
 
     Attributes:
@@ -38,8 +37,7 @@ class NotOwned(ValueError):
     """The reason why a parameter's bytes cannot be assigned to ranks."""
 
 
-@dataclass(frozen=True, slots=True)
-class Owners:
+class Owners(msgspec.Struct, frozen=True):
     """The shards of a parameter, and the ranks that hold them.
 
     Attributes:

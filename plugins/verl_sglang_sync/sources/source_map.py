@@ -28,7 +28,7 @@ from __future__ import annotations
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
@@ -46,7 +46,7 @@ from verl_sglang_sync.sources.export_trace import (
     TracedTensor,
     trace_export,
 )
-from verl_sglang_sync.sources.owners import Origin
+from verl_sglang_sync.sources.owners import Origin, Owners
 from verl_sglang_sync.sources.snapshot import (
     SourcesChanged,
     SourcesSnapshot,
@@ -252,7 +252,8 @@ def merge_traces(
             by_shard = zip(*(p.owners.holders for _, p in claimed), strict=True)
             parameter = _with_holders(parameter, [sum(holders, ()) for holders in by_shard])
         number = numbers.setdefault(parameter, len(numbers))
-        tensors[name] = replace(tensor, origin=Origin(number, tensor.origin.bytes))
+        origin = Origin(number, tensor.origin.bytes)
+        tensors[name] = TracedTensor(tensor.dtype, tensor.shape, origin)
     return TracedExport(tuple(numbers), tensors)
 
 
@@ -278,7 +279,8 @@ def _with_replicas(
 
 def _with_holders(parameter: TracedParameter, shards: Sequence[Iterable[int]]) -> TracedParameter:
     holders = tuple(tuple(sorted(set(ranks))) for ranks in shards)
-    return replace(parameter, owners=replace(parameter.owners, holders=holders))
+    owners = parameter.owners
+    return TracedParameter(parameter.source, Owners(owners.starts, holders, owners.nbytes))
 
 
 def _without_ranks(tensor: TracedTensor, parameter: TracedParameter) -> tuple[object, ...]:

@@ -7,6 +7,7 @@ import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -538,7 +539,7 @@ def test_self_check_finds_misplaced_copies_and_restores_weights():
     model, _, buffer, plan = planned_for(plain)
     expected = snapshot(plan.destinations)
     bucket = plan.buckets[0]
-    moved = dataclasses.replace(bucket.copies[0], src=bucket.copies[0].src + 4)
+    moved = msgspec.structs.replace(bucket.copies[0], src=bucket.copies[0].src + 4)
     for copies in ((moved, *bucket.copies[1:]), bucket.copies[1:]):
         broken = dataclasses.replace(plan, buckets=(dataclasses.replace(bucket, copies=copies),))
         reason = self_check(model, broken, [buffer])

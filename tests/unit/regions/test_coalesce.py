@@ -3,10 +3,10 @@ cuts.
 """
 
 import math
-from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from sglang_loader.common.regions.coalesce import coalesce, find_overlapping, join_adjacent
 from sglang_loader.common.regions.geometry import BYTES, StridedCopy, Unit, split_copy

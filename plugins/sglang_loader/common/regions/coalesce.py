@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from operator import attrgetter
 from typing import TypeAlias
+
+from msgspec.structs import replace
 
 from sglang_loader.common.regions.geometry import Dim, StridedCopy, Unit, collapse
 from sglang_loader.common.regions.intervals import merge_runs, num_bytes

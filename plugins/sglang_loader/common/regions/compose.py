@@ -13,10 +13,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
 from typing import TypeAlias
+
+from msgspec.structs import replace
 
 from sglang_loader.common.regions.geometry import Dim, Region, StridedCopy, split_copy
 

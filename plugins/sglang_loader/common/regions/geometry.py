@@ -8,7 +8,7 @@ dtype, and one element for a copy that casts.
     copy = describe_copy(0, Region(0, (4, 8), (8, 1), 2), Region(64, (4, 8), (16, 1), 2), BYTES)
     copy.dims, copy.run      # ((4, 16, 32),), 16
 
-Pure: numbers in, numbers out. Only `numpy` is used, to expand many runs at once.
+Pure: numbers in, numbers out. `numpy` expands many runs at once.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import TypeAlias
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -30,8 +31,7 @@ Runs: TypeAlias = tuple[npt.NDArray[np.int64], int]
 """The starts (ascending) and the length, in bytes, of runs of consecutive bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Unit:
+class Unit(msgspec.Struct, frozen=True):
     """One step of the innermost run: bytes that are moved, or elements that are converted.
 
     Attributes:
@@ -73,8 +73,9 @@ class Region:
         return _expanded(self.offset, *_one_side(self.shape, strides, self.itemsize))
 
 
-@dataclass(frozen=True, slots=True)
-class StridedCopy:
+# A struct of msgspec, because plans of 1 T parameters make hundreds of thousands, and a dataclass
+# takes ten times as long.
+class StridedCopy(msgspec.Struct, frozen=True, gc=False):
     """One copy out of a bucket, between byte offsets. `storage` is the destination's index."""
 
     storage: int
@@ -86,13 +87,17 @@ class StridedCopy:
 
     def dst_bounds(self) -> tuple[int, int]:
         """Return the byte range [start, stop) of the destination storage that encloses the copy."""
-        last = sum((count - 1) * dst_stride for count, _, dst_stride in self.dims)
-        return self.dst, self.dst + last + self.run * self.unit.dst_bytes
+        stop = self.dst + self.run * self.unit.dst_bytes
+        for count, _, dst_stride in self.dims:
+            stop += (count - 1) * dst_stride
+        return self.dst, stop
 
     def src_bounds(self) -> tuple[int, int]:
         """Return the byte range [start, stop) of the bucket that encloses the bytes read."""
-        last = sum((count - 1) * src_stride for count, src_stride, _ in self.dims)
-        return self.src, self.src + last + self.run * self.unit.src_bytes
+        stop = self.src + self.run * self.unit.src_bytes
+        for count, src_stride, _ in self.dims:
+            stop += (count - 1) * src_stride
+        return self.src, stop
 
     def dst_runs(self) -> Runs:
         """Return the runs that the copy writes in the destination."""
@@ -178,7 +183,7 @@ def split_copy(copy: StridedCopy, starts: Sequence[int]) -> Iterator[StridedCopy
         if i == len(starts) or stop <= starts[i]:
             yield part
         elif part.dims:
-            left += reversed(_cut(part, starts[i] - first))
+            left += reversed(_cut(part, starts[i] - first, stop - first))
         else:
             yield from _cut_run(part, starts, i)
 
@@ -194,20 +199,26 @@ def _cut_run(copy: StridedCopy, starts: Sequence[int], i: int) -> Iterator[Strid
         run, i = run - size, i + 1
 
 
-def _cut(copy: StridedCopy, room: int) -> list[StridedCopy]:
-    """Cut along the outermost dimension: first a part of up to `room` bytes, or one step."""
+def _cut(copy: StridedCopy, room: int, extent: int) -> list[StridedCopy]:
+    """Cut along the outermost dimension: first a part of up to `room` bytes, or one step.
+
+    Args:
+        extent: the bytes from the first to the last that the copy reads.
+    """
     # As many steps as end within `room`, but at least one. A single step may still be too long.
-    (count, src_stride, dst_stride), *inner = copy.dims
-    step = replace(copy, dims=tuple(inner))
-    extent = step.src_bounds()[1] - copy.src
+    count, src_stride, _ = copy.dims[0]
+    extent -= (count - 1) * src_stride  # of one step
     fitting = (room - extent) // src_stride + 1 if src_stride and room >= extent else 0
     fitting = max(1, min(fitting, count))
+    head = _steps(copy, 0, fitting)
+    return [head] if fitting == count else [head, _steps(copy, fitting, count - fitting)]
 
-    def take(number: int) -> tuple[Dim, ...]:
-        return ((number, src_stride, dst_stride), *inner) if number > 1 else tuple(inner)
 
-    first = replace(copy, dims=take(fitting))
-    if fitting == count:
-        return [first]
-    src, dst = copy.src + fitting * src_stride, copy.dst + fitting * dst_stride
-    return [first, replace(copy, src=src, dst=dst, dims=take(count - fitting))]
+def _steps(copy: StridedCopy, first: int, number: int) -> StridedCopy:
+    """Return some steps of a copy's outermost dimension."""
+    _, src_stride, dst_stride = copy.dims[0]
+    dims = copy.dims[1:]
+    if number > 1:
+        dims = ((number, src_stride, dst_stride), *dims)
+    src, dst = copy.src + first * src_stride, copy.dst + first * dst_stride
+    return StridedCopy(copy.storage, src, dst, dims, copy.run, copy.unit)

@@ -6,8 +6,6 @@ buffer[read.start : read.start + read.nbytes] = bytes of memory `read.tensor`, a
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -21,8 +19,7 @@ Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
 """A count in a message: at least 1."""
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
+class Read(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """A strided set of bytes of one memory, dense in the buffer.
 
     Attributes:
@@ -42,7 +39,10 @@ class Read:
     @property
     def nbytes(self) -> int:
         """The number of bytes that are read."""
-        return self.run * math.prod(count for count, _ in self.dims)
+        nbytes = self.run
+        for count, _ in self.dims:
+            nbytes *= count
+        return nbytes
 
     @property
     def stop(self) -> int:

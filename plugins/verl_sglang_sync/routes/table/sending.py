@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from sglang_loader.common.broadcast.broadcast import all_to_all
 from sglang_loader.common.bucket_source import CopyFrom
