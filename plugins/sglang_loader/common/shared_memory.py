@@ -15,8 +15,10 @@ Mapping a CUDA handle of memory that this process still has mapped gives the sam
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable
 from functools import cache
@@ -67,6 +69,15 @@ class CudaHandle(msgspec.Struct, frozen=True, kw_only=True, tag="cuda", forbid_u
 
 
 BufferHandle = CpuHandle | CudaHandle
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class CannotMap(Exception):
@@ -188,9 +199,7 @@ def _mapped(handle: BufferHandle, device: torch.device) -> torch.Tensor:
         if not handle.nbytes:  # an empty file cannot be mapped
             return torch.empty(0, dtype=torch.uint8)
         # `Path.name` keeps a forged handle from leaving the folder of shared memory.
-        with (SHARED_MEMORY / Path(handle.name).name).open("r+b") as file:
-            memory = mmap.mmap(file.fileno(), HEADER_NBYTES + handle.nbytes)
-        return torch.frombuffer(memory, dtype=torch.uint8, offset=HEADER_NBYTES)
+        return _mapped_file(SHARED_MEMORY / Path(handle.name).name, handle.nbytes)
     mapped: torch.Tensor = reductions.rebuild_cuda_tensor(
         torch.Tensor,
         (handle.nbytes,),
@@ -209,6 +218,24 @@ def _mapped(handle: BufferHandle, device: torch.device) -> torch.Tensor:
         handle.event_sync_required,
     )
     return mapped
+
+
+def _mapped_file(path: Path, nbytes: int) -> torch.Tensor:
+    """Map the bytes behind the header of a shared-memory file. No file stays open."""
+    # Python's mmap would keep a descriptor for each of thousands of parameters.
+    size = HEADER_NBYTES + nbytes
+    with path.open("r+b") as file:
+        if (present := os.fstat(file.fileno()).st_size) < size:
+            raise OSError(f"{path} has {present} bytes, not {size}")
+        address = _libc.mmap(
+            None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, file.fileno(), 0
+        )
+    if address == MAP_FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    # The tensor keeps the array alive. The process's end unmaps the memory anyway.
+    array = (ctypes.c_uint8 * nbytes).from_address(address + HEADER_NBYTES)
+    weakref.finalize(array, _libc.munmap, address, size).atexit = False
+    return torch.frombuffer(array, dtype=torch.uint8)
 
 
 @cache
