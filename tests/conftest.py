@@ -14,6 +14,9 @@ if not torch.cuda.is_available():
 # again after 1 s, not 5.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
 
+# Tests leave no load plans to each other. A test of saved plans names a folder of its own.
+os.environ["VERL_SGLANG_SYNC_LOAD_PLANS"] = ""
+
 # A busy machine makes any example slow; a test that hangs is ended by its job's limit.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")

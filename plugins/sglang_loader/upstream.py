@@ -324,6 +324,61 @@ def _places(experts: torch.Tensor) -> tuple[torch.Size, bytes]:
     return kept.shape, kept.numpy().tobytes()
 
 
+def sglang_version() -> str:
+    import sglang
+
+    return str(getattr(sglang, "__version__", ""))
+
+
+def rank_facts() -> dict[str, int]:
+    """Return the sizes of the groups of ranks that share a model, and this process's ranks."""
+    from sglang.srt.distributed import parallel_state as parallel
+
+    groups = (
+        "tensor_model_parallel",
+        "attn_tensor_model_parallel",
+        "pipeline_model_parallel",
+        "moe_data_parallel",
+        "moe_expert_parallel",
+        "moe_tensor_parallel",
+    )
+    functions = [f"get_{group}_{fact}" for group in groups for fact in ("rank", "world_size")]
+    return {name: int(getattr(parallel, name)()) for name in functions if hasattr(parallel, name)}
+
+
+_OF_ONE_LAUNCH = frozenset(
+    (
+        *("host", "port", "nccl_port", "dist_init_addr", "random_seed", "base_gpu_id", "node_rank"),
+        *("model_path", "tokenizer_path", "served_model_name", "weight_version", "revision"),
+        *("api_key", "admin_api_key", "ssl_keyfile_password", "crash_dump_folder", "download_dir"),
+        *("forward_pass_metrics_worker_id", "forward_pass_metrics_ipc_name"),
+    )
+)
+"""Arguments that may differ between two launches of one engine, and names of no loader."""
+
+
+def launch_facts() -> dict[str, str]:
+    """Return the launch arguments of this process on which loading may depend, as text."""
+    arguments = vars(launch_arguments())
+    return {
+        name: repr(value)
+        for name, value in sorted(arguments.items())
+        if name not in _OF_ONE_LAUNCH
+        and not name.endswith(("_port", "_ports"))
+        and not name.startswith(("log_", "_"))
+        and is_plain(value)
+    }
+
+
+def is_plain(value: object) -> bool:
+    """Return True if the `repr` of a value is the same in all processes."""
+    if isinstance(value, dict):
+        return all(map(is_plain, (*value, *value.values())))
+    if isinstance(value, list | tuple):
+        return all(map(is_plain, value))
+    return value is None or isinstance(value, str | bytes | int | float | torch.dtype)
+
+
 def tp_rank() -> int:
     from sglang.srt.distributed import parallel_state
 

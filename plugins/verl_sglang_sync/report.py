@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from sglang_loader.common.check_remarks import remarks_in
-from sglang_loader.common.session.messages import MAKING_PLAN
+from sglang_loader.common.session.messages import MAKING_PLAN, PROVING_SAVED_PLAN
 from sglang_loader.common.stage_costs import StageCosts
 
 logger = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ class SyncReport:
                 "host when it sleeps, which takes time and host memory. The load plan does not "
                 "rewrite these weights, such as a draft model, or SGLang itself copies all weights"
             )
-        if self.eager_reason not in (None, MAKING_PLAN):
+        if self.eager_reason not in (None, MAKING_PLAN, PROVING_SAVED_PLAN):
             warn_once(
                 "weight sync: SGLang's own load_weights loads buckets, slower than the load plan: "
                 f"{self.eager_reason}"

@@ -6,6 +6,7 @@ The variables are read only here, and validated where a recipe sets them.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Literal
 
 HostBackup = Literal["auto", "on"]
@@ -24,6 +25,18 @@ STALE_REQUESTS_TIMEOUT_S = 600.0
 def requested_stale_requests_timeout_s() -> float:
     """Return the longest wait of a request at the closed gate of this process, in seconds."""
     return float(os.environ.get(STALE_REQUESTS_VARIABLE, STALE_REQUESTS_TIMEOUT_S))
+
+
+LOAD_PLANS_VARIABLE = "VERL_SGLANG_SYNC_LOAD_PLANS"
+"""The folder of saved load plans. If the variable is set and empty, no plan is saved or read."""
+
+
+def load_plans_folder() -> Path | None:
+    """Return the folder in which this process saves load plans, or None if it saves none."""
+    if (chosen := os.environ.get(LOAD_PLANS_VARIABLE)) is not None:
+        return Path(chosen) if chosen else None
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "verl-sglang-sync" / "load-plans"
 
 
 CUDA_GRAPH_TAG = "cuda_graph"

@@ -134,19 +134,21 @@ def check_buffer(buffer: torch.Tensor, nbytes: int) -> None:
         raise ValueError(f"the bucket needs {nbytes} bytes, the buffer has {buffer.numel()}")
 
 
-def _dtype_of(_: type[torch.dtype], name: object) -> torch.dtype:
+def dtype_of(_: type[torch.dtype], name: object) -> torch.dtype:
+    """Return the dtype of a name, as msgspec's hook for decoding. Raise ValueError if unknown."""
     dtype = getattr(torch, str(name), None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"unknown dtype {name!r}")
     return dtype
 
 
-def _dtype_name(dtype: object) -> str:
+def dtype_name(dtype: object) -> str:
+    """Return the name of a dtype, as msgspec's hook for encoding."""
     return str(dtype).removeprefix("torch.")
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_dtype_name)
-_layout_decoder = msgspec.msgpack.Decoder(BucketLayout, dec_hook=_dtype_of)
+_encoder = msgspec.msgpack.Encoder(enc_hook=dtype_name)
+_layout_decoder = msgspec.msgpack.Decoder(BucketLayout, dec_hook=dtype_of)
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder[Any], encoded: bytes, kind: str) -> Any:

@@ -46,6 +46,7 @@ from sglang_loader.host_backup.allocations import WEIGHTS_TAG, under_weights_tag
 from sglang_loader.host_backup.backup import backup_of, create_backup
 from sglang_loader.host_backup.completeness import Completeness
 from sglang_loader.session.findings import Verdict
+from sglang_loader.session.model_loader import loader_of
 from sglang_loader.session.serve import Session, SessionSteps, kind_of
 from sglang_loader.session.weight_check import (
     SyncView,
@@ -262,7 +263,10 @@ class WeightUpdate:
         gathered = self._ranks.gather(state)
         failed, touched, new, undefined, differing, kinds = zip(*gathered, strict=True)
         # The trainer may hear first of a rank that is not at fault.
-        self.failure_kind = next((kind for kind in kinds if kind != "other"), "other")
+        others = [kind for kind in kinds if kind not in ("other", "saved_plan_differs")]
+        self.failure_kind = next(iter(others), "other")
+        if not others and "saved_plan_differs" in kinds:
+            self.failure_kind = "saved_plan_differs"
         failures = [text for text in failed if text]
         # One rank without a verdict is enough: all ranks must judge together.
         if not failures and any(new):
@@ -314,10 +318,12 @@ class WeightUpdate:
 
     @property
     def remarks(self) -> list[str]:
-        """Remarks for the reply to a good sync: on the manifest check, and on kernels that fail."""
+        """Remarks for the reply to a good sync, each on one topic: checks, kernels, saved plans."""
         check = self._verdict.remark() if self.manifest_check != "off" and self._verdict else ""
         replaced = [f"in the engine {fallback}" for fallback in fallbacks]
-        return [*([f"manifest check: {check}"] if check else []), *replaced]
+        loaders = map(loader_of, self.models)
+        refused = [f"in the engine {text}" for loader in loaders for text in loader.take_remarks()]
+        return [*([f"manifest check: {check}"] if check else []), *replaced, *refused]
 
     def _judge(self) -> list[str]:
         """Judge the tensors together. Return the reasons against publication, on all ranks."""

@@ -110,6 +110,11 @@ def _with_loaders(model: nn.Module) -> Iterator[tuple[str, Mapping[str, object],
         yield from ((owner.__name__, vars(owner), loader) for loader in loaders)
 
 
+def loading_functions(model: nn.Module) -> list[object]:
+    """Return all functions that load weights of the model, or None where one could be."""
+    return [attributes.get(name) for _, attributes, name in _with_loaders(model)]
+
+
 def _geometry_of(tensors: Sequence[torch.Tensor]) -> tuple[list[object], ...]:
     """Return a list for each property of the tensors that `tensor.data = other` may change."""
     return (

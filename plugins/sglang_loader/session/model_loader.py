@@ -12,6 +12,9 @@ at another address, a failed check. Then the model's own `load_weights` loads th
 and the reason is logged once. The weights are right in either case. Only rounds hold nothing but
 this rank's part, so that `load_weights` cannot load them: without a plan, such a sync fails.
 
+If an earlier process has saved its plan (`plan_store`), the first sync is not traced. Until the
+proof of a route has shown that the saved plan holds, it loads nothing but that proof.
+
 A sync from the trainer ranks' shards has no buckets:
 
     rounds = loader.plan_table(shards, num_ranks, round_bytes)
@@ -33,14 +36,21 @@ import torch
 from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.naming import listed
-from sglang_loader.common.session.messages import MAKING_PLAN, SessionError
+from sglang_loader.common.session.messages import (
+    MAKING_PLAN,
+    PROVING_SAVED_PLAN,
+    SessionError,
+)
 from sglang_loader.common.weight_map import ShardMemory
 from sglang_loader.host_backup.backup import backup_of
+from sglang_loader.load_plan.destinations import collect_destinations
 from sglang_loader.load_plan.executor import PlanExecutor, TableRun
 from sglang_loader.load_plan.guard import DestinationProbe, context_change
 from sglang_loader.load_plan.plan import LoadPlan, PlanRefused
 from sglang_loader.load_plan.rounds import Round
+from sglang_loader.load_plan.saved_plan import SavedPlan
 from sglang_loader.load_plan.uses import BucketUses
+from sglang_loader.session.plan_store import PlanStore
 from sglang_loader.session.recording import PlanRecorder, contents_of
 
 logger = logging.getLogger(__name__)
@@ -85,11 +95,17 @@ class ModelLoader:
     Attributes:
         model: the model.
         uses: the uses of the tensors of each bucket of this sync, in order.
+        has_unproven_plan: the load plan is a saved one, and no proof has shown that it holds.
     """
 
     def __init__(self, model: Any) -> None:
         self.uses: list[BucketUses] = []
         self.model = model
+        self.has_unproven_plan = False
+        self._store: PlanStore | None = None
+        self._saved: SavedPlan | None = None  # the plan to which this sync is compared
+        self._may_use_saved = True  # until one was tried
+        self._stored: LoadPlan | None = None  # the plan that is in the store
         self._recorder = PlanRecorder(model)
         self._checked: _CheckedPlan | None = None
         self._load_mode = _LoadMode.EAGER
@@ -114,6 +130,7 @@ class ModelLoader:
         uses_plan: bool = True,
         is_eager: bool = False,
         proves_route: bool = False,
+        store: PlanStore | None = None,
     ) -> None:
         """Begin a sync.
 
@@ -123,18 +140,25 @@ class ModelLoader:
             is_eager: if True, every bucket of this sync goes through `load_weights`, and the plan
                 is kept.
             proves_route: True if this sync is the proof of a route, which may use a doubted plan.
+            store: where load plans are kept for later processes, in this context. None keeps none.
         """
         changed = context_change(self._context, context)
         uses_plan = uses_plan and self._distrust is None
         self._context, self._reason = context, self._distrust
         self._num_replayed, self.uses, self._failed_replay = 0, [], None
         self._table_run = None
+        self._saved = None
+        if store is None or self._store is None or changed is not None:
+            self._store = store
         self._recorder.restart()
         self._addresses_checked = False
         if changed is not None:
             self._uses_of_bucket, self._unplannable = {}, None
         if self._checked is not None and (changed is not None or not uses_plan):
             self._drop_plan(changed or "the trainer asked for a sync without a load plan")
+        if self.has_unproven_plan and not proves_route:
+            self._uses_of_bucket = {}
+            self._drop_plan("no proof has shown that the saved load plan holds")
         if not uses_plan:
             self._load_mode = _LoadMode.EAGER
         elif self._checked is None:
@@ -157,6 +181,15 @@ class ModelLoader:
             self._uses_of_bucket = {}
             self._drop_plan(mismatch)
 
+    def take_remarks(self) -> list[str]:
+        """Return the messages for the user, of saved load plans that were refused, once."""
+        return self._store.take_remarks() if self._store is not None else []
+
+    def prepare(self) -> None:
+        """Prepare for the first bucket what needs no bucket. Call this while the engine waits."""
+        if self._store is not None and self._wants_saved:
+            self._store.prepare()
+
     @property
     def plan(self) -> LoadPlan | None:
         """The plan by which later syncs will be loaded, or None."""
@@ -168,12 +201,26 @@ class ModelLoader:
         Call this after the proof of a route has failed. The route may be at fault, or the plan.
         """
         self._doubt = reason
+        if self.has_unproven_plan:
+            self._uses_of_bucket = {}
+            if self._store is not None:
+                self._store.discard()
         if self._checked is not None:
             self._drop_plan(reason)
 
     def trust_plan(self) -> None:
-        """End a doubt, after the good proof of a route."""
+        """End a doubt, after the good proof of a route. Save the plan, unless it is a saved one."""
         self._doubt = None
+        plan, backup = self.plan, backup_of(self.model)
+        if plan is None:
+            return
+        if self.has_unproven_plan:
+            self.has_unproven_plan, self._stored = False, plan
+            if backup is not None:
+                backup.publish(plan)
+        elif self._store is not None and self._stored is not plan:
+            self._stored = plan
+            self._store.save(plan, [self._uses_of_bucket[i] for i in range(len(plan.buckets))])
 
     def distrust_plan(self, reason: str) -> None:
         """Load all later syncs by `load_weights`. Call this after a sync by `load_weights`."""
@@ -205,6 +252,9 @@ class ModelLoader:
         is_first = index == 0 and self._load_mode is _LoadMode.RECORD
         if is_first and (reason := self._recording_problem(layout)):
             self._note_reason(reason)
+            self._load_mode = _LoadMode.EAGER
+        if index == 0 and self._wants_saved and (saved := self._find_saved(layout)) is not None:
+            self._saved, self._uses_of_bucket = saved, saved.uses()
             self._load_mode = _LoadMode.EAGER
         buffer = source.packed(layout)
         if self._load_mode is _LoadMode.RECORD:
@@ -293,6 +343,8 @@ class ModelLoader:
         """
         if (run := self._table_run) is not None and not run.is_complete:
             raise SessionError(f"{run.num_loaded} of {len(run.rounds)} rounds came")
+        if self._saved is not None:
+            self._use_saved(self._saved)
         if self._load_mode is _LoadMode.RECORD:
             self._compile()
             self._reason = self._reason or MAKING_PLAN
@@ -303,7 +355,7 @@ class ModelLoader:
             # `load_weights` writes what the plan writes: its check has shown that.
             if self._has_loaded_all_of(self._failed_replay):
                 backup.define(self._failed_replay)
-        elif plan is not None and backup is not None:
+        elif plan is not None and backup is not None and not self.has_unproven_plan:
             if self._has_loaded_all_of(plan):
                 # The sync has written all of the plan's coverage. Published again after a failed
                 # sync, which withdrew it.
@@ -317,6 +369,41 @@ class ModelLoader:
             reason=self._reason,
             may_read_in_place=plan is not None,
         )
+
+    @property
+    def _wants_saved(self) -> bool:
+        """True if this sync may use a saved plan in place of a trace."""
+        is_first = self._load_mode is _LoadMode.RECORD and self._doubt is None
+        return is_first and self._may_use_saved
+
+    def _find_saved(self, first: BucketLayout) -> SavedPlan | None:
+        """Return the saved plan for a sync that begins with this bucket, or None. Asks once."""
+        self._may_use_saved = False
+        return self._store.find(first) if self._store is not None else None
+
+    def _use_saved(self, saved: SavedPlan) -> None:
+        """Take the saved plan of a sync that `load_weights` has loaded, until it is proven.
+
+        If the sync or the model is not the plan's, the next sync is traced.
+        """
+        try:
+            if [uses.layout for uses in self.uses] != saved.layouts:
+                raise PlanRefused("the sync has other tensors than the saved load plan")
+            self._take_plan(saved.on(collect_destinations(self.model)))
+        except (PlanRefused, ValueError) as error:
+            # The manifest check must not judge by uses that may be of another model.
+            self.uses = [replace(uses, problem=str(error)) for uses in self.uses]
+            self._uses_of_bucket = {}
+            self._note_reason(str(error))
+            return
+        self.has_unproven_plan = True
+        self._reason = self._reason or PROVING_SAVED_PLAN
+
+    def _take_plan(self, plan: LoadPlan) -> None:
+        """Load later syncs by this plan."""
+        executor = PlanExecutor(plan, self._recorder.load_weights)
+        probe = DestinationProbe(self.model, plan.destinations)
+        self._checked = _CheckedPlan(plan, executor, probe)
 
     def _has_loaded_all_of(self, plan: LoadPlan) -> bool:
         """Return True if this sync has loaded all buckets of a plan, by the plan or eagerly."""
@@ -391,10 +478,7 @@ class ModelLoader:
         except PlanRefused as refused:
             self._give_up_plan(str(refused))
             return
-        executor = PlanExecutor(plan, self._recorder.load_weights)
-        self._checked = _CheckedPlan(
-            plan, executor, DestinationProbe(self.model, plan.destinations)
-        )
+        self._take_plan(plan)
         # A plan that never lasts for a sync costs more than it saves: make them at a distance.
         self._num_recordings += 1
         if self._num_recordings >= MAX_RECORDINGS:
@@ -434,7 +518,7 @@ class ModelLoader:
     def _drop_plan(self, reason: str) -> None:
         """Drop the load plan. Load the rest of the sync eagerly, or record a new plan."""
         self._note_reason(reason)
-        self._checked = None
+        self._checked, self.has_unproven_plan = None, False
         # A plan needs the whole sync, so only a sync that has loaded nothing yet can record one.
         self._load_mode = _LoadMode.EAGER if self.uses else _LoadMode.RECORD
         if (backup := backup_of(self.model)) is not None:

@@ -36,6 +36,10 @@ class Differs(RuntimeError):
     """A failed proof: the sync has left other bytes than the engine held, in the named tensors."""
 
 
+class SavedPlanDiffers(Differs):
+    """A failed proof of a load plan that an earlier process has saved."""
+
+
 @dataclass(frozen=True)
 class HeldWeights:
     """The digests of the weights that the models of one engine rank held when a sync began.

@@ -37,7 +37,8 @@ from sglang_loader.load_plan.plan import LoadPlan
 from sglang_loader.session.group_receiver import GroupReceiver
 from sglang_loader.session.mapped_memory import MappedMemory
 from sglang_loader.session.model_loader import ModelLoader, SyncOutcome, loader_of
-from sglang_loader.session.proof import Differs, HeldWeights
+from sglang_loader.session.plan_store import PlanStore
+from sglang_loader.session.proof import Differs, HeldWeights, SavedPlanDiffers
 from sglang_loader.upstream import device_of, engine_context, tp_rank
 
 logger = logging.getLogger(__name__)
@@ -219,11 +220,13 @@ class Session:
 
     def _load_all(self) -> None:
         for model, loader in zip(self._models, self._loaders, strict=True):
+            context = engine_context(model)
             loader.start(
-                engine_context(model),
+                context,
                 uses_plan=self._descriptor.uses_plan,
                 is_eager=self._descriptor.proof == "served",
                 proves_route=self._descriptor.proof == "route",
+                store=PlanStore(model, context),
             )
         self._channel.send(
             wire.Hello,
@@ -236,6 +239,7 @@ class Session:
         self._steps.after_join()
         for loader in self._loaders:
             loader.check_addresses()
+            loader.prepare()
         _expected(wire.Welcome, self._channel.receive(timeout_s=HANDSHAKE_TIMEOUT_S))
         self._begin_proof()
         while True:
@@ -281,12 +285,13 @@ class Session:
             return
         if proves_route:  # nothing of this session may be served
             # The export that follows must not be loaded by a plan that may be at fault.
+            is_saved = any(loader.has_unproven_plan for loader in self._loaders)
             for loader in self._loaders:
                 loader.doubt_plan(
                     f"the proof of a route found {len(self.differing)} tensors with wrong "
                     f"bytes, left by the route or by the load plan: {listed(self.differing)}"
                 )
-            raise Differs(
+            raise (SavedPlanDiffers if is_saved else Differs)(
                 f"{len(self.differing)} tensors differ from what load_weights made of the full "
                 f"export: {listed(self.differing)}"
             )
@@ -486,6 +491,8 @@ def kind_of(error: Exception) -> wire.FailureKind:
     """Return the kind of a failure, by which the trainer decides what to try next."""
     if isinstance(error, CannotMap):
         return "cannot_map"
+    if isinstance(error, SavedPlanDiffers):
+        return "saved_plan_differs"
     return "differs" if isinstance(error, Differs) else "other"
 
 

@@ -53,6 +53,10 @@ class ProofFailed(EngineFailed):
     """A failed proof: the engine held other bytes than it was sent. The text names the tensors."""
 
 
+class SavedPlanFailed(EngineFailed):
+    """A failed proof of a load plan that the engine had saved earlier, and has dropped now."""
+
+
 class Misfit(EngineFailed):
     """The tensors do not fit the engine's model, and would not if they were sent again."""
 
@@ -437,5 +441,10 @@ def _counted(message: wire.Receiving | wire.LoadDone, number: int) -> int:
 
 
 def _failure(message: wire.Failed) -> EngineFailed:
-    kinds = {"cannot_map": EngineCannotMap, "differs": ProofFailed, "misfit": Misfit}
+    kinds = {
+        "cannot_map": EngineCannotMap,
+        "differs": ProofFailed,
+        "saved_plan_differs": SavedPlanFailed,
+        "misfit": Misfit,
+    }
     return kinds.get(message.failure, EngineFailed)(message.traceback)

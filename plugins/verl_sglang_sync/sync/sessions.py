@@ -34,6 +34,7 @@ from verl_sglang_sync.engine.session import (
     EngineFailed,
     Misfit,
     ProofFailed,
+    SavedPlanFailed,
     TrainerSession,
 )
 from verl_sglang_sync.ranks import AGREE_EVERY_S, RankLost, ReplicasDiffer, WeightSyncError
@@ -64,6 +65,7 @@ class Ending:
         may_be_served: an engine of the rank may serve the new weights already.
         can_repeat: the rank can make the sync again, and may succeed then.
         differs: a proof found other bytes.
+        saved_plan_differs: a proof found other bytes, left by a load plan that an engine had saved.
         cannot_map: an engine cannot map the trainer's memory.
         details: what the rank has learnt since it failed, or None.
     """
@@ -71,6 +73,7 @@ class Ending:
     may_be_served: bool
     can_repeat: bool
     differs: bool
+    saved_plan_differs: bool
     cannot_map: bool
     details: object
 
@@ -326,6 +329,7 @@ class Sessions:
             may_be_served=self.may_be_served,
             can_repeat=can_repeat and not is_hopeless,
             differs=isinstance(cause, ProofFailed),
+            saved_plan_differs=isinstance(cause, SavedPlanFailed),
             cannot_map=isinstance(cause, EngineCannotMap),
             details=lost_servers or problem,
         )

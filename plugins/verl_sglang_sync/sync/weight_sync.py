@@ -234,6 +234,15 @@ class WeightSync:
             if error.may_be_served or not error.can_repeat:
                 raise
             differs = any(ending.differs for ending in error.endings)
+            if not differs and any(ending.saved_plan_differs for ending in error.endings):
+                # The engine traces the export that follows, and the route learns from it again.
+                logger.warning(
+                    "weight sync: the load plan that an engine had saved in an earlier run is "
+                    "wrong and was removed. This sync takes some seconds longer: %s",
+                    error,
+                )
+                route.forget()
+                return False
             reason = Reason(f"its proof failed: {error}", is_final=differs)
             cannot_map = any(ending.cannot_map for ending in error.endings)
             route.refuse_unproven(reason, cannot_map=cannot_map)

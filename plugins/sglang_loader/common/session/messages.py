@@ -300,6 +300,9 @@ class Receiving(_Message, frozen=True, kw_only=True):
 MAKING_PLAN = "the plan is being made"
 """`Loaded.reason` of a first sync. This reason is no problem."""
 
+PROVING_SAVED_PLAN = "a saved load plan will be proven"
+"""`Loaded.reason` of a first sync that was not traced. This reason is no problem."""
+
 
 class Loaded(_Message, frozen=True, kw_only=True):
     """The engine's message that this rank has all weights.
@@ -337,7 +340,7 @@ class Published(_Message, frozen=True, kw_only=True):
     """
 
 
-FailureKind = Literal["other", "cannot_map", "differs", "misfit"]
+FailureKind = Literal["other", "cannot_map", "differs", "saved_plan_differs", "misfit"]
 
 
 class Failed(_Message, frozen=True, kw_only=True):
@@ -346,8 +349,9 @@ class Failed(_Message, frozen=True, kw_only=True):
     Attributes:
         traceback: with the TP rank.
         failure: "cannot_map" if this process cannot map the trainer's memory, and has read nothing.
-            "differs" if the proof has failed. "misfit" if the tensors do not fit the model, and a
-            repetition would not help.
+            "differs" if the proof has failed. "saved_plan_differs" if the proof of a load plan has
+            failed that an earlier process had saved. The engine has dropped that plan. "misfit" if
+            the tensors do not fit the model, and a repetition would not help.
     """
 
     traceback: str
