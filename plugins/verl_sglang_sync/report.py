@@ -46,6 +46,7 @@ class SyncReport:
     payload_bytes: int = 0
     sent_bytes: int = 0
     staging_bytes: int = 0
+    host_memory_bytes: int = 0
     num_replayed: int = 0
     num_eager: int = 0
     eager_reason: str | None = None
@@ -154,13 +155,19 @@ class SyncReport:
         """Numbers of buckets by route, and by load plan or `load_weights`, as text."""
         gigabytes = self.sent_bytes / 1e9
         counts = (
-            (self.num_pulled, "read in the trainer's memory"),
+            (self.num_pulled, self._pulled),
             (self.num_exchanged, f"exchanged in {gigabytes:.3g} GB"),
             (self.num_sent, f"sent by {len(self.pair_bytes)} ranks in {gigabytes:.3g} GB"),
             (self.num_replayed, "replayed"),
             (self.num_eager, "loaded by load_weights"),
         )
         return "".join(f", {num} {label}" for num, label in counts if num)
+
+    @property
+    def _pulled(self) -> str:
+        if not self.host_memory_bytes:
+            return "read in the trainer's memory"
+        return f"read in {self.host_memory_bytes / 1e9:.3g} GB of a rank's pinned host memory"
 
     @property
     def _proof(self) -> str:

@@ -56,7 +56,8 @@ verl.workers.engine:
 verl.workers.engine.base:
     BaseEngine; .get_per_tensor_param(self)
 verl.workers.engine.fsdp.transformer_impl:
-    unfuse_moe_params(weights, model_type)
+    unfuse_moe_params(weights, model_type); offload_fsdp_model_to_cpu(model, empty_cache)
+    FSDPEngine
 verl.workers.rollout.base:
     _ROLLOUT_REGISTRY; get_rollout_class(rollout_name, mode)
 verl.workers.rollout.llm_server:

@@ -78,6 +78,7 @@ def test_every_route_equals_the_eager_loader(case):
         assert [report["is_proven"] for report in reports] == [None, True, None, True]
     for way in (syncs("kept"), syncs.pulled):
         check_pulled(way, EVERY)
+    check_pulled(syncs("offloaded"), EVERY, is_offloaded=True)
     for export in ("kept", "mapped"):
         moved = syncs(export, moves_after=3)
         for reports in of_ranks(moved):

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,41 @@ class ShardedExport(KeptExport):
 
     def _export(self) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, shard.full_tensor()) for name, shard in self.state.items())
+
+
+class OffloadedExport(ShardedExport):
+    """The shards are on the host between two exports, in other tensors after every write. An export
+    moves one after the other to the device, as verl's does.
+    """
+
+    def __init__(self, weights: NamedTensors) -> None:
+        super().__init__(weights)
+        self._device = weights[0][1].device
+        self._offload()
+
+    def reexport(self) -> Any:
+        from verl_sglang_sync.sources.export import Reexport
+
+        sources = partial(getattr, self, "state")
+        sources.is_offloaded = True  # type: ignore[attr-defined]
+        return Reexport(self._export, sources=sources)
+
+    def write(self, weights: NamedTensors) -> None:
+        # On a CPU this is the training's copy.
+        self.state = {name: shard.to(self._device, copy=True) for name, shard in self.state.items()}
+        super().write(weights)
+        self._offload()
+
+    def _offload(self) -> None:
+        from verl_sglang_sync.sources.host_memory import HOST_MEMORY
+
+        with HOST_MEMORY.placing(self.state.values(), self._device):
+            self.state = {name: shard.to("cpu") for name, shard in self.state.items()}
+        assert HOST_MEMORY.problem is None, HOST_MEMORY.problem
+
+    def _export(self) -> Iterator[tuple[str, torch.Tensor]]:
+        shards = self.state.items()
+        return ((name, shard.to(self._device).full_tensor()) for name, shard in shards)
 
 
 def mappable(tensor: torch.Tensor) -> torch.Tensor:

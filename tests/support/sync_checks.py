@@ -6,7 +6,7 @@ from unittest import mock
 
 import torch
 
-from support.exports import NORM, KeptExport, ShardedExport, doubled
+from support.exports import NORM, KeptExport, OffloadedExport, ShardedExport, doubled
 from support.served import Served
 from support.trainer import Ranks, TrainerRank, report_of_cycle, sync_error
 
@@ -123,6 +123,8 @@ def _begin(rank: TrainerRank, mode: str, export: str | None, settings: dict[str,
     rank.kept["manager"], rank.kept["export"] = rank.manager(mode, **settings), None
     if export == "kept":
         rank.kept["export"] = KeptExport(rank.weights())
+    elif export == "offloaded":
+        rank.kept["export"] = OffloadedExport(rank.weights())
     elif export is not None:
         rank.kept["export"] = ShardedExport(rank.weights(), is_mappable=export == "mapped")
 
@@ -156,8 +158,8 @@ def of_ranks(way: Way) -> list[list[dict[str, Any]]]:
     return [list(reports) for reports in zip(*way, strict=True)]
 
 
-def check_pulled(way: Way, pulled: list[bool]) -> None:
-    """Of which syncs the engines have read the trainer's memory."""
+def check_pulled(way: Way, pulled: list[bool], *, is_offloaded: bool = False) -> None:
+    """Of which syncs the engines have read the trainer's memory, of the host if it is offloaded."""
     for reports in of_ranks(way):
         first, last = reports[0], reports[-1]
         assert [report["num_pulled"] > 0 for report in reports] == pulled
@@ -169,6 +171,7 @@ def check_pulled(way: Way, pulled: list[bool]) -> None:
             assert told.keys() == {"waiting", "launching", "copying"}
             assert min(told.values()) >= 0 < told["launching"] < 10
         assert last["staging_bytes"] == 0
+        assert (last["host_memory_bytes"] > 0) == is_offloaded, "what is pinned"
         assert "export" not in last["seconds"], "nobody gathered"
 
 

@@ -107,7 +107,7 @@ def local_of(tensor):
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def export_of(model, method=None):
+def export_of(model, method=None, *, is_offloaded=False):
     """What verl's FSDP engine exports, or another `method` of one, as our adapter gets it."""
     from verl.workers.engine.fsdp import transformer_impl
 
@@ -121,7 +121,7 @@ def export_of(model, method=None):
         module=model,
         model_config=types.SimpleNamespace(lora={}, hf_config=model.config),
         _uses_fsdp2_cpu_offload_policy=False,
-        _is_offload_param=False,
+        _is_offload_param=is_offloaded,
         _qat_enabled=False,
     )
     method = method or transformer_impl.FSDPEngine.get_per_tensor_param
@@ -246,17 +246,27 @@ class Rank:
         kind: of the model.
         strategy: "fsdp2", or "fsdp1".
         is_shared: the parameters are in memory that engines can map.
+        is_offloaded: verl offloads them.
     """
 
     def __init__(
-        self, route, kind, *, prove=0, dtype="float32", is_shared=True, strategy="fsdp2", **keys
+        self,
+        route,
+        kind,
+        *,
+        prove=0,
+        dtype="float32",
+        is_shared=True,
+        is_offloaded=False,
+        strategy="fsdp2",
+        **keys,
     ):
         self.name, self.model = route, sharded(kind, getattr(torch, dtype), strategy)
         if is_shared:
             for tensor in [*self.model.parameters(), *self.model.buffers()]:
                 local_of(tensor).untyped_storage().share_memory_()
         ranks, is_leader = trainer_ranks(TP)
-        self.export = export_of(self.model)
+        self.export = export_of(self.model, is_offloaded=is_offloaded)
         exported = list(full_tensors(self.export).items())
         self.engine = ServingEngine(tp=TP) if is_leader else None
         if self.engine is not None:

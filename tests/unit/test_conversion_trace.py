@@ -301,6 +301,6 @@ def test_only_what_the_bridge_alone_exports_is_traced(other):
         "bridge": SimpleNamespace(),
         "is_param_offload_enabled": True,
     }
-    assert bridge_sources(SimpleNamespace(**bridged)).empties_storages
+    assert bridge_sources(SimpleNamespace(**bridged)).is_offloaded
     assert bridge_sources(SimpleNamespace(**bridged | other)) is None
     assert bridge_sources(SimpleNamespace(module=None)) is None

@@ -51,10 +51,7 @@ class TestRecipe:
             ),
             ((*COMPILED, f"{ACTOR}.strategy=fsdp"), PULL),
             ((*COMPILED, f"{ACTOR}.strategy=megatron"), PULL),  # without its section
-            (
-                (*COMPILED, f"{ACTOR}.fsdp_config.param_offload=True"),
-                "makes the full export (no pull: actor.fsdp_config.param_offload=True: verl's",
-            ),
+            ((*COMPILED, f"{ACTOR}.fsdp_config.param_offload=True"), PULL),
             ((*COMPILED, f"{ROLLOUT}.quantization=fp8"), "rollout.quantization=fp8"),
             ((*COMPILED, f"{ROLLOUT}.checkpoint_engine.backend=nccl"), "backend='nccl' delivers"),
             (

@@ -64,7 +64,7 @@ class PullRank(Rank):
         """From now on offloaded parameters come back into the same storages, at the same addresses
         perhaps.
         """
-        self.export.sources.empties_storages = True
+        self.export.sources.is_offloaded = True
 
     def untie(self):
         """The head is a parameter of its own now, with other values."""
@@ -408,7 +408,7 @@ def test_a_rank_finds_its_shards_wrong_byte(case, data):
     with mock.patch.object(
         comparison, "MAX_PENDING_BYTES", data.draw(st.sampled_from([0, 1 << 30]))
     ):
-        found = comparison.Comparison(traced, shards, torch.device("cpu"))
+        found = comparison.Comparison(traced, shards.copy, torch.device("cpu"))
         first = data.draw(st.integers(0, len(exported)))
         found.add([*exported.items()][:first])
         found.add([*exported.items()][first:])
@@ -429,7 +429,7 @@ def test_an_export_that_lacks_a_tensor_is_another():
         ("u", "u was not traced, or not with this shape and dtype"),
         (None, "0 tensors were exported, 1 traced"),
     ):
-        found = comparison.Comparison(traced, {"p": whole}, torch.device("cpu"))
+        found = comparison.Comparison(traced, {"p": whole}.copy, torch.device("cpu"))
         if name is not None:
             found.add([(name, whole.clone())])
         reason = found.finish()

@@ -5,7 +5,7 @@ torch shares storages between processes through `torch.multiprocessing`, which p
 counter. The counter keeps the owner from reusing the memory before the receiver has released it. A
 `CpuHandle` is the name of a shared-memory file, which is mapped directly. torch would remove a file
 that no other process uses, and end the process if the file is already gone, as after a trainer was
-killed.
+killed. A `HostHandle` is a file of host memory that GPUs read, see `host_memory`.
 
     handle = share_storage(tensor.untyped_storage())    # trainer; each handle for one receiver
     flat = map_buffer(handle, device)                   # engine: uint8 of shape [handle.nbytes]
@@ -28,6 +28,8 @@ from weakref import WeakValueDictionary
 import msgspec
 import torch
 from torch.multiprocessing import reductions
+
+from sglang_loader.common.host_memory import HostHandle, map_file
 
 
 class CpuHandle(msgspec.Struct, frozen=True, kw_only=True, tag="cpu", forbid_unknown_fields=True):
@@ -68,7 +70,7 @@ class CudaHandle(msgspec.Struct, frozen=True, kw_only=True, tag="cuda", forbid_u
     event_sync_required: bool
 
 
-BufferHandle = CpuHandle | CudaHandle
+BufferHandle = CpuHandle | CudaHandle | HostHandle
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -195,6 +197,8 @@ def peer_gpu_of(view: torch.Tensor) -> str | None:
 
 
 def _mapped(handle: BufferHandle, device: torch.device) -> torch.Tensor:
+    if isinstance(handle, HostHandle):
+        return map_file(handle, device)
     if isinstance(handle, CpuHandle):
         if not handle.nbytes:  # an empty file cannot be mapped
             return torch.empty(0, dtype=torch.uint8)

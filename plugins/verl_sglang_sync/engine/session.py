@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from sglang_loader.common.host_memory import HostHandle
 from sglang_loader.common.layout import digest_of
 from sglang_loader.common.session import messages as wire
 from sglang_loader.common.session.channel import Channel, trainer_end, trainer_end_on_network
@@ -266,8 +267,10 @@ class TrainerSession:
             )
         for name in names:
             # A handle of a block that is mapped already is sent, too. Torch frees the memory only
-            # when an engine has dropped each handle.
+            # when an engine has dropped each handle. A file of host memory has no such count.
             handle = handles.get(name)
+            if isinstance(handle, HostHandle) and name in self._mapped:
+                handle = None
             if handle is None and name not in self._mapped:
                 raise BlockNotMapped(f"the engine has unmapped the parameters' block {name}")
             self._announce(name, handle, keep=keep)

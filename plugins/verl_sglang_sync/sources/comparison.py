@@ -23,7 +23,7 @@ from sglang_loader.common.regions.geometry import StridedCopy
 from verl_sglang_sync.ranks import own_rank
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport
-from verl_sglang_sync.sources.snapshot import memory_of
+from verl_sglang_sync.sources.snapshot import Sources, SourcesChanged, memory_of
 
 MAX_PENDING_BYTES = 1 << 30
 """Limit of exported tensors that the device has yet to compare. They occupy memory until then."""
@@ -35,16 +35,18 @@ class Comparison:
 
     Attributes:
         traced: the trace of the export, or None if the export could not be traced.
-        parameters: the trainer's parameters, by name. Dropped by `finish`.
+        sources: returns the trainer's parameters by name. FSDP1's are elsewhere once its export has
+            begun, so they are listed with the first tensor, and dropped by `finish`.
         problem: the reason why the comparison failed, or None so far.
     """
 
     traced: TracedExport | None
-    parameters: Mapping[str, torch.Tensor]
+    sources: Sources
     device: torch.device
     problem: Reason | None = None
 
     def __post_init__(self) -> None:
+        self._parameters: Mapping[str, torch.Tensor] | None = None
         self._shards: dict[int, torch.Tensor] = {}  # by number of the parameter
         self._compared_names: set[str] = set()
         self._differences: list[tuple[str, torch.Tensor]] = []  # bools on the device
@@ -54,13 +56,14 @@ class Comparison:
         """Compare exported tensors. An error is kept as the `problem`, and never raised."""
         # The other ranks need this rank in the collectives of the export.
         if self.problem is None:
-            _, reason = attempt(partial(self._add, exported), NotTraceable)
+            work = partial(self._add, exported)
+            _, reason = attempt(work, NotTraceable, passing=(SourcesChanged,))
             self.problem = self.problem or reason
 
     def finish(self) -> Reason | None:
         """Return the first difference on this rank, or the error, or None if all is equal."""
         self._wait()
-        self.parameters, self._shards = {}, {}
+        self._parameters, self._shards = None, {}
         if self.problem is None and self.traced is not None:
             num_traced = len(self.traced.tensors)
             if self._compared_names != self.traced.tensors.keys():
@@ -69,6 +72,8 @@ class Comparison:
         return self.problem
 
     def _add(self, named: Iterable[NamedTensor]) -> None:
+        if self._parameters is None:
+            self._parameters = self.sources()
         for name, exported in named:
             self._compared_names.add(name)
             self._differences += [(name, differs) for differs in self._compare(name, exported)]
@@ -104,7 +109,8 @@ class Comparison:
                 continue
             if (memory := self._shards.get(parameter)) is None:
                 source = self.traced.parameters[parameter].source
-                memory = self._shards[parameter] = memory_of(self.parameters[source])
+                assert self._parameters is not None, "listed by the caller"
+                memory = self._shards[parameter] = memory_of(self._parameters[source])
             whole, part = copy_views(copy, memory, flat)
             # On one rank an export may return the parameter's own memory.
             if part.data_ptr() != whole.data_ptr():

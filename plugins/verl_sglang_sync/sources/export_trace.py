@@ -33,8 +33,9 @@ from sglang_loader.common.regions.compose import ByteMap, compose
 from sglang_loader.common.regions.geometry import Region
 from sglang_loader.common.regions.read import Read
 from verl_sglang_sync.sources.export import NamedTensor
+from verl_sglang_sync.sources.host_memory import HOST_MEMORY
 from verl_sglang_sync.sources.owners import NotOwned, Origin, Owners, held_by_all, owners_of
-from verl_sglang_sync.sources.snapshot import Sources
+from verl_sglang_sync.sources.snapshot import Sources, locals_of
 
 _COPIES = frozenset(("aten::clone", "aten::_to_copy"))
 _OF_SHARDS = frozenset(("aten::detach", "aten::alias"))
@@ -217,7 +218,7 @@ class _ExportTracer(TracingMode):
             self._refuse("the export gathers a tensor that is no parameter of the model")
         if (cause := self._computed.get(local.untyped_storage()._cdata)) is not None:
             self._refuse(f"{source} is computed by {cause}")
-        if local.device.type != self._device.type:
+        if not self._can_read(local):
             self._refuse(f"{source} is on {local.device}, the engine on {self._device}")
         try:
             owners = owners_of(parameter, self._world_size)
@@ -233,7 +234,7 @@ class _ExportTracer(TracingMode):
         source = self._names.get(_identity(tensor))
         if source is None:
             self._refuse(f"{name} is no parameter of the model, nor part of one")
-        if tensor.device.type != self._device.type:
+        if not self._can_read(tensor):
             self._refuse(f"{name} is on {tensor.device}, the engine on {self._device}")
         own = self._sources[source]
         start, stop = own.storage_offset() * own.element_size(), own.untyped_storage().nbytes()
@@ -284,8 +285,13 @@ class _ExportTracer(TracingMode):
         name = func._schema.name
         if any(isinstance(tensor, DTensor) for tensor in tensors):
             if name not in _OF_SHARDS:
-                if name in _COPIES and (moved := self._moved(tensors[0], kwargs)) is not None:
-                    self._refuse(moved)
+                if name in _COPIES and self._is_moved(tensors[0], kwargs):
+                    # The engine reads the shard where it is, so the copy stands for the shard.
+                    [shard] = locals_of(tensors[:1])
+                    if self._can_read(shard):
+                        return tensors[0].detach()
+                    place = f"offloaded ({shard.device.type})"
+                    self._refuse(f"the parameters are {place}, and the export moves each one")
                 verb = "converts" if name in _COPIES else "computes with"
                 self._refuse(f"the export {verb} shards: {func}")
             return func(*args, **kwargs)
@@ -304,12 +310,17 @@ class _ExportTracer(TracingMode):
             self._refuse(f"the export computes with what it gathered: {func}")
         return out
 
-    def _moved(self, shard: torch.Tensor, kwargs: dict[str, Any]) -> str | None:
-        """Return a reason if the export moves a shard to another device, or None."""
-        device = kwargs.get("device")
-        if device is None or torch.device(device).type == shard.device.type:
-            return None
-        return f"the parameters are offloaded ({shard.device.type}), and the export moves each one"
+    def _can_read(self, local: torch.Tensor) -> bool:
+        """Return True if the engine's device can read a tensor's memory."""
+        if local.device.type == self._device.type:
+            return True
+        return HOST_MEMORY.file_of(local.data_ptr()) is not None
+
+    def _is_moved(self, shard: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+        """Return True if the export only moves a shard to another device."""
+        device, dtype = kwargs.get("device"), kwargs.get("dtype")
+        is_moved = device is not None and torch.device(device).type != shard.device.type
+        return is_moved and dtype in (None, shard.dtype)
 
     def _compute(
         self, func: Any, tensors: list[torch.Tensor], args: Any, kwargs: dict[str, Any]

@@ -3,6 +3,8 @@
 A CUDA IPC handle stands for a whole `cudaMalloc` block, which torch divides into storages. Another
 process maps a block once for all tensors in it. torch does not free a block while a storage in it
 lives. So a shared block keeps its name while one such storage lives, and gets a new name after.
+
+A file of host memory (`host_memory`) is a block, too, with the file's own name.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sglang_loader.common.shared_memory import BufferHandle, CudaHandle, share_storage
+from verl_sglang_sync.sources.host_memory import HOST_MEMORY
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,8 @@ class BlockTable:
 
     def block_of(self, storage: Block) -> Block | None:
         """Return the block that contains a storage, or None if no block does."""
+        if (file := HOST_MEMORY.file_of(storage.address)) is not None:
+            return Block(file.address, file.nbytes)
         if self._device.type == "cpu":  # each storage is a file of shared memory of its own
             return storage
         i = bisect_right(self._addresses, storage.address) - 1
@@ -69,6 +74,8 @@ class BlockNames:
 
     def name_of(self, block: Block, member: torch.UntypedStorage) -> str:
         """Return the block's name. A new name is valid while `member`, a storage in it, lives."""
+        if (file := HOST_MEMORY.file_of(block.address)) is not None:
+            return file.name
         name, ref = self._names.get(block, ("", None))
         # After `member` the block may have been freed, and another be at its address. While the
         # weak reference lives, no new storage gets the identity of `member`.
@@ -85,6 +92,8 @@ def share_block(block: Block, member: torch.UntypedStorage) -> BufferHandle:
     Raises:
         ValueError: other processes cannot map the memory, or `member` is not in this block.
     """
+    if (file := HOST_MEMORY.file_of(block.address)) is not None:
+        return file.handle
     handle = share_storage(member)
     if not isinstance(handle, CudaHandle):
         return handle

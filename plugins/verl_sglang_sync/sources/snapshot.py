@@ -19,13 +19,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from verl_sglang_sync.sources.host_memory import HOST_MEMORY
+
 Sources = Callable[[], Mapping[str, torch.Tensor]]
 """Function that returns the tensors that an export reads, by name: parameters, sharded or not.
 
 Optional attributes of the function:
     trace(device): returns the `TracedExport`, in place of a traced run of the export.
     needs_an_export: True if `trace` works only after an export was made.
-    empties_storages: see the function of this name.
+    is_offloaded: see the function of this name.
 """
 
 NUM_TOGETHER = 64
@@ -35,9 +37,11 @@ Columns = tuple[list[Any], ...]
 """Properties of some tensors, a list for each property."""
 
 
-def module_state(module: nn.Module) -> Sources:
+def module_state(module: nn.Module, *, is_offloaded: bool = False) -> Sources:
     """Return the sources of an export that starts from `state_dict`: the parameters, by name."""
-    return partial(module.state_dict, keep_vars=True)
+    sources = partial(module.state_dict, keep_vars=True)
+    sources.is_offloaded = is_offloaded  # type: ignore[attr-defined]
+    return sources
 
 
 def sources_of(export: object) -> Sources | None:
@@ -45,12 +49,12 @@ def sources_of(export: object) -> Sources | None:
     return sources
 
 
-def empties_storages(export: object) -> bool:
-    """Return True if the trainer may offload an export's sources and restore the same storages.
+def is_offloaded(export: object) -> bool:
+    """Return True if the trainer may offload an export's sources between syncs.
 
-    A storage at the same address may then have other memory than before.
+    They are then in other storages in each sync, or the same storages have other memory.
     """
-    return bool(getattr(sources_of(export), "empties_storages", False))
+    return bool(getattr(sources_of(export), "is_offloaded", False))
 
 
 class SourcesChanged(ValueError):
@@ -146,8 +150,11 @@ def locals_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of this rank's part of a tensor, as flat uint8. The part is contiguous."""
+    """Return the bytes of this rank's part of a tensor, as flat uint8. The part is contiguous.
+
+    The bytes of an offloaded parameter are on the device that reads them, see `host_memory`.
+    """
     [local] = locals_of([tensor])
     whole = torch.empty(0, dtype=torch.uint8, device=local.device).set_(local.untyped_storage())
     start, size = int(local.storage_offset()), local.element_size()
-    return whole[start * size : (start + local.numel()) * size]
+    return HOST_MEMORY.view_of(whole[start * size : (start + local.numel()) * size])

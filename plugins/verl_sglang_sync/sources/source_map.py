@@ -46,10 +46,12 @@ from verl_sglang_sync.sources.export_trace import (
     TracedTensor,
     trace_export,
 )
+from verl_sglang_sync.sources.host_memory import HOST_MEMORY
 from verl_sglang_sync.sources.owners import Origin, Owners
 from verl_sglang_sync.sources.snapshot import (
     SourcesChanged,
     SourcesSnapshot,
+    is_offloaded,
     require_sources,
     sources_of,
 )
@@ -92,11 +94,8 @@ class SourceMap:
             The comparison, with a `problem` if there is no trace.
         """
         if (reason := self.trace(export)) is not None:
-            return Comparison(None, {}, self._device, reason)
-        parameters, problem = attempt(
-            partial(self.current, export, self.traced), passing=(SourcesChanged,)
-        )
-        return Comparison(self.traced, parameters or {}, self._device, problem)
+            return Comparison(None, dict, self._device, reason)
+        return Comparison(self.traced, partial(self.current, export, self.traced), self._device)
 
     def is_current(self, comparison: Comparison, export: Iterable[NamedTensor]) -> bool:
         """Return True if the trace of a comparison still holds on all ranks. Collective."""
@@ -174,6 +173,9 @@ class SourceMap:
     def _make_trace(self, export: Iterable[NamedTensor]) -> Trace:
         """Trace the export on this rank, without waiting for another rank."""
         sources = require_sources(export)
+        if is_offloaded(export) and (problem := HOST_MEMORY.problem) is not None:
+            text = f"engines cannot map the offloaded parameters: {problem.text}"
+            raise NotTraceable(text) if problem.is_final else SourcesChanged(text)
         if (trace := getattr(sources, "trace", None)) is not None:
             traced = trace(self._device)
         else:

@@ -31,6 +31,7 @@ from verl_sglang_sync.sync.adapter_sync import AdapterSync, AdapterUpdate
 from verl_sglang_sync.sync.topologies import disaggregated_sync
 from verl_sglang_sync.sync.weight_sync import WeightSync
 from verl_sglang_sync.verl.exports import make_exports_repeatable
+from verl_sglang_sync.verl.offload import place_offloaded_parameters
 from verl_sglang_sync.verl.rollout_server import (
     RolloutServer,
     current_device,
@@ -92,6 +93,8 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def init_process_group(self, servers: list[RolloutServer]) -> None:
         """Keep the servers. The process group is formed, or used again, when weights are sent."""
         self._servers = servers
+        if not self._is_rollout and self._servers and self._settings.for_session().routes:
+            place_offloaded_parameters(current_device())
 
     def finalize(self) -> None:
         """Keep the process group and the staging buffers for the next sync."""

@@ -29,6 +29,7 @@ from verl_sglang_sync.sources.export_trace import TracedExport
 from verl_sglang_sync.sources.snapshot import Sources, module_state
 from verl_sglang_sync.verl.checkpoint_format import in_checkpoint_format
 from verl_sglang_sync.verl.flat_parameters import FlatParameters
+from verl_sglang_sync.verl.offload import is_offloaded, prepare_export
 
 _METHOD = "get_per_tensor_param"
 
@@ -50,6 +51,8 @@ def _repeatable(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def wrapper(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_verls_fsdp(method) and not (_has_adapter(engine) or engine._qat_enabled):
+            prepare_export(engine)
         repeat = functools.partial(_weights_of, method, engine, *args, **kwargs)
         if is_verls_fsdp(method) and (own := _without_a_call(engine, repeat)) is not None:
             return own, None
@@ -123,7 +126,7 @@ def _sources_of(method: Callable[..., Any], engine: Any) -> Sources | None:
     module = getattr(engine, "module", None)
     if not isinstance(module, FSDPModule) or _has_adapter(engine):
         return bridge_sources(engine)
-    return module_state(module)  # type: ignore[arg-type]
+    return module_state(module, is_offloaded=is_offloaded(engine))  # type: ignore[arg-type]
 
 
 def is_verls_fsdp(method: Callable[..., Any]) -> bool:
@@ -154,7 +157,7 @@ def flat_parameters(engine: Any) -> FlatParameters | None:
     if not isinstance(module, FullyShardedDataParallel):
         return None
     adds_to_it = _has_adapter(engine) or engine._qat_enabled
-    return None if adds_to_it else FlatParameters(module)
+    return None if adds_to_it else FlatParameters(module, is_offloaded=is_offloaded(engine))
 
 
 def _has_adapter(engine: Any) -> bool:
@@ -224,8 +227,8 @@ class BridgeSources:
         self._engine = engine
 
     @property
-    def empties_storages(self) -> bool:
-        """True if offloaded parameters come back into the same storages."""
+    def is_offloaded(self) -> bool:
+        """True if the parameters are offloaded. They come back into the same storages."""
         return bool(self._engine.is_param_offload_enabled)
 
     def __call__(self) -> Mapping[str, torch.Tensor]:

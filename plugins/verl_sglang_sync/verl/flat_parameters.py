@@ -29,6 +29,7 @@ from verl_sglang_sync.sources.export_trace import (
     TracedParameter,
     trace_export,
 )
+from verl_sglang_sync.sources.host_memory import HOST_MEMORY
 from verl_sglang_sync.sources.owners import Owners
 from verl_sglang_sync.sources.snapshot import SourcesChanged
 from verl_sglang_sync.verl.checkpoint_format import in_checkpoint_format
@@ -39,10 +40,14 @@ class FlatParameters:
 
     Args:
         module: the root module, wrapped by FSDP1.
+
+    Attributes:
+        is_offloaded: see the function of this name.
     """
 
-    def __init__(self, module: FullyShardedDataParallel) -> None:
+    def __init__(self, module: FullyShardedDataParallel, *, is_offloaded: bool = False) -> None:
         self._module = module
+        self.is_offloaded = is_offloaded
 
     def __call__(self) -> Mapping[str, torch.Tensor]:
         """List this rank's shards, by the name of their module.
@@ -66,8 +71,10 @@ class FlatParameters:
         weights: dict[str, StandIn] = {}
         handles, problem = _wrapped_by_fsdp1(self._module)
         for name, handle in handles:
-            if (place := _shard(handle).device).type != device.type:
-                raise NotTraceable(f"the parameters are offloaded ({place})")
+            shard = _shard(handle)
+            is_here = shard.device.type == device.type
+            if not is_here and HOST_MEMORY.file_of(shard.data_ptr()) is None:
+                raise NotTraceable(f"the parameters are offloaded ({shard.device})")
             # A value assigned to an original parameter is not in the shard at once.
             if handle._use_orig_params:
                 raise NotTraceable("FSDP1 keeps the original parameters (use_orig_params=True)")

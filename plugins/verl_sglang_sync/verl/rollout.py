@@ -23,6 +23,7 @@ from verl_sglang_sync.sync.sharding_manager import SGLangShardingManager
 from verl_sglang_sync.verl.adapter import collect_adapter
 from verl_sglang_sync.verl.engine_format import EngineFormat
 from verl_sglang_sync.verl.exports import make_exports_repeatable
+from verl_sglang_sync.verl.offload import place_offloaded_parameters
 from verl_sglang_sync.verl.rollout_server import RolloutServer, current_device, register_rollout
 from verl_sglang_sync.verl.upstream import complete_server_client, waits_before_kv_cache
 
@@ -38,6 +39,8 @@ class WeightSyncRollout(ServerAdapter):  # type: ignore[misc]
         self._manager: SGLangShardingManager | None = None
         if self._settings is not None:
             make_exports_repeatable()
+            if self._settings.for_session().routes:
+                place_offloaded_parameters(current_device())
             complete_server_client()
         register_rollout(self)
 

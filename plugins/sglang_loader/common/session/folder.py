@@ -29,6 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
+from sglang_loader.common.host_memory import HostHandle
 from sglang_loader.common.session.messages import SessionError
 from sglang_loader.common.shared_memory import SHARED_MEMORY, BufferHandle, CpuHandle
 
@@ -65,6 +66,8 @@ class SessionFolder:
 
     def record(self, handle: BufferHandle) -> None:
         """List the shared memory of a handle. Others remove it if this process is killed."""
+        if isinstance(handle, HostHandle):
+            return  # nothing is left of the file
         name = handle.name if isinstance(handle, CpuHandle) else handle.counter_file
         if time.monotonic() >= self._restore_at:  # there may be thousands of handles in each sync
             self._restore()

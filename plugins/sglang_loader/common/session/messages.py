@@ -65,9 +65,9 @@ import msgspec
 
 from sglang_loader.common.check_remarks import ManifestCheck
 from sglang_loader.common.regions.read import Size
-from sglang_loader.common.shared_memory import CpuHandle, CudaHandle
+from sglang_loader.common.shared_memory import BufferHandle
 
-SESSION_VERSION = 19
+SESSION_VERSION = 20
 SESSION_FORMAT = "sglang_loader.session"
 """`load_format` of the request that opens a session. The request has a descriptor for each TP rank.
 """
@@ -177,7 +177,7 @@ class SharedBuffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     slot: int
     name: str
     # torch counts the receivers of a handle, and frees the memory when all have dropped it.
-    handle: CpuHandle | CudaHandle | None
+    handle: BufferHandle | None
     keep: bool
 
 

@@ -202,8 +202,6 @@ def _computed_exports(config: DictConfig) -> Iterator[str]:
         yield f"actor.strategy={strategy}: neither fsdp, fsdp2 nor megatron"
     if strategy == "megatron" and OmegaConf.select(actor, "megatron.vanilla_mbridge"):
         yield "actor.megatron.vanilla_mbridge=True: exports of mbridge cannot be traced"
-    if strategy != "megatron" and OmegaConf.select(actor, "fsdp_config.param_offload"):
-        yield "actor.fsdp_config.param_offload=True: verl's export moves the parameters"
     for key in ("model.lora_rank", "model.lora.rank", "rollout.quantization"):
         if value := OmegaConf.select(actor_rollout, key):
             yield f"{key}={value}"

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang_loader.common.host_memory import HostHandle
 from sglang_loader.common.shared_memory import BufferHandle
 from verl_sglang_sync.engine.session import StoredBytes
 from verl_sglang_sync.routes.table.weight_map import (
@@ -28,6 +29,7 @@ from verl_sglang_sync.routes.table.weight_map import (
 from verl_sglang_sync.routes.table.wires import Wires
 from verl_sglang_sync.sources.bucket_cutter import Bucket
 from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport
+from verl_sglang_sync.sources.host_memory import HOST_MEMORY
 from verl_sglang_sync.sources.memory_blocks import Block, BlockTable
 from verl_sglang_sync.sources.snapshot import SourcesSnapshot, memory_of
 
@@ -99,7 +101,7 @@ def _is_mappable(shard: torch.Tensor, device: torch.device) -> bool:
     if shard.device.type != device.type:
         return False
     if device.type == "cpu":
-        return bool(shard.is_shared())
+        return shard.is_shared() or HOST_MEMORY.file_of(shard.data_ptr()) is not None
     return device.index in (None, shard.device.index)
 
 
@@ -113,6 +115,8 @@ class ParameterLocations:
         handles: by reader, the handles of blocks by name. A handle is used once. Empty if the
             reader has mapped all blocks.
         all_blocks: the names of all blocks that an engine rank maps, equal on all trainer ranks.
+        stays: True if all of them are files of host memory. The trainer can free a file that an
+            engine maps.
         weight_map: see `TablePlan`.
         bases: by reader, see `bases_for`.
         hosts: by reader, its host, which is that of all blocks that it maps.
@@ -122,6 +126,7 @@ class ParameterLocations:
     blocks: tuple[tuple[str, ...], ...]
     handles: tuple[Mapping[str, BufferHandle], ...]
     all_blocks: frozenset[str]
+    stays: bool
     weight_map: StoredBytes
     bases: tuple[StoredBytes, ...]
     hosts: tuple[str, ...]
@@ -161,7 +166,15 @@ class ParameterLocations:
                 for reader in readers
             ),
             frozenset(name for table in tables for name in table.blocks),
+            _are_on_host(tables),
             plan.weight_map,
             tuple(bases_for(plan.traced, tables, wires, reader) for reader in readers),
             tuple(wires.reader_hosts[reader] for reader in readers),
         )
+
+
+def _are_on_host(tables: Sequence[MemoryTable]) -> bool:
+    handles = [
+        h for table in tables for by_reader in table.blocks.values() for h in by_reader.values()
+    ]
+    return bool(handles) and all(isinstance(handle, HostHandle) for handle in handles)

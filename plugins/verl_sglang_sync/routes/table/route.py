@@ -65,12 +65,13 @@ from verl_sglang_sync.routes.table.weight_map import MemoryTable
 from verl_sglang_sync.routes.table.wires import Wires
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport
+from verl_sglang_sync.sources.host_memory import HOST_MEMORY
 from verl_sglang_sync.sources.memory_blocks import Block, BlockNames, share_block
 from verl_sglang_sync.sources.replicas import check_replicas, differing_replicas
 from verl_sglang_sync.sources.snapshot import (
     SourcesChanged,
     SourcesSnapshot,
-    empties_storages,
+    is_offloaded,
     locals_of,
     require_sources,
 )
@@ -124,7 +125,7 @@ class TableRoute(Route):
             return None
         if self.state is RouteState.PROVEN and not self._num_syncs:
             self.check_replicas(weights)  # an optimizer may have stepped since the proof
-        if empties_storages(weights) or self._locations is None:
+        if is_offloaded(weights) or self._locations is None:
             reason = self._locate(weights, shares=True)
             if reason is not None and (reason.is_final or self.state is RouteState.LEARNT):
                 self.refuse(reason)
@@ -135,8 +136,10 @@ class TableRoute(Route):
         assert self._locations is not None, "without a reason the parameters are located"
         # A trainer that offloads parameters must free their memory, and cannot free mapped memory.
         # The engines therefore keep blocks mapped only if the last sync read the same blocks.
-        keep_mapped = self._blocks_read == self._locations.all_blocks
-        return TableSource(self, self._locations, weights, report, keep_mapped)
+        # A file of host memory takes seconds to map, and keeps no GPU memory.
+        locations = self._locations
+        keep_mapped = locations.stays or self._blocks_read == locations.all_blocks
+        return TableSource(self, locations, weights, report, keep_mapped)
 
     def can_learn(self, weights: Iterable[NamedTensor]) -> bool:
         return (self._may_map or self._may_send) and super().can_learn(weights)
@@ -286,7 +289,7 @@ class TableRoute(Route):
             comparison = self._source_map.begin_comparison(sync.weights)
             new_export = sync.weights if comparison.traced is not None else ()
         if comparison.traced is not None:
-            self._check_replicas(comparison.traced, comparison.parameters)
+            self._check_current(comparison.traced, sync.weights)
 
         def finish() -> Reason | None:
             for pair in new_export:
@@ -298,19 +301,19 @@ class TableRoute(Route):
 
     def check_replicas(self, weights: Iterable[NamedTensor]) -> None:
         if self._plan is not None and self.is_prepared:
-            traced = self._plan.traced
-            sources, _ = self._ranks.step(
-                partial(self._source_map.current, weights, traced), passing=(SourcesChanged,)
-            )
-            if sources is not None:
-                self._check_replicas(traced, sources)
+            self._check_current(self._plan.traced, weights)
 
-    def _check_replicas(self, traced: TracedExport, sources: Mapping[str, torch.Tensor]) -> None:
+    def _check_current(self, traced: TracedExport, weights: Iterable[NamedTensor]) -> None:
         """Check that the TP ranks of each engine get parts of one model. Collective.
 
         Raises:
             WeightSyncError: an engine would get parts of different models.
         """
+        sources, _ = self._ranks.step(
+            partial(self._source_map.current, weights, traced), passing=(SourcesChanged,)
+        )
+        if sources is None:
+            return
         differences = differing_replicas(traced, sources, self._ranks, self._device)
         assert self._wires is not None, "the wires are chosen before anything is compared"
         replicas: list[object] = [reader.replica for reader in self._readers()]
@@ -375,7 +378,7 @@ class TableRoute(Route):
         """
         assert self._plan is not None, "a trace is needed first"
         sources = self._source_map.current(weights, self._plan.traced)
-        if empties_storages(weights):
+        if is_offloaded(weights):
             # The parameters return in other memory, so the names of earlier blocks are outdated.
             self._block_names = BlockNames()
         assert self._wires is not None, "the wires are chosen with the plan"
@@ -542,6 +545,7 @@ class TableSource(SyncSource):
         route, num_buckets = self._route, len(self._route._cutter.buckets)
         if self._locations.all_blocks:
             self._report.num_pulled += num_buckets
+            self._report.host_memory_bytes = HOST_MEMORY.nbytes
         if self._rounds is not None:
             self._rounds.count(self._report, num_buckets)
         route._note_read(self._locations, self._keep_mapped)

@@ -30,6 +30,7 @@ from verl_sglang_sync.ranks import own_rank
 from verl_sglang_sync.routes.broadcast import NUM_TRAVELLING
 from verl_sglang_sync.routes.table.weight_map import first_shards
 from verl_sglang_sync.sources.export_trace import TracedExport
+from verl_sglang_sync.sources.host_memory import HOST_MEMORY
 
 WORD_BYTES = 8
 """The unit of an all-to-all."""
@@ -191,7 +192,8 @@ class Sender:
             size = self.plan.largest
             self._scratch.append(torch.empty(size, dtype=torch.uint8, device=self._device))
         with torch.no_grad():
-            self._memories = [shard.contiguous().view(-1).view(torch.uint8) for shard in shards]
+            flat = [shard.contiguous().view(-1).view(torch.uint8) for shard in shards]
+            self._memories = list(map(HOST_MEMORY.view_of, flat))
 
     def end(self) -> None:
         """Free the scratch and drop the shards. All launched work must be done."""
