@@ -24,6 +24,7 @@ def test_sync_is_bit_exact_on_the_gpu(architecture, tp, tmp_path):
         for export in ("kept", "mapped"):
             check_pulled(syncs(export), [False, True, True, True])
             syncs(export, moves_after=3)
+        check_pulled(syncs("offloaded"), [False, True, True, True], is_offloaded=True)
         for way in syncs.sharded:
             assert all(last["num_exchanged"] == last["num_buckets"] for last in way[-1])
         if tp > 1:

@@ -98,11 +98,11 @@ CELLS = {
     "fsdp2-tp2": Cell(),
     "fsdp2-tp1x2": Cell(tp=1),
     "fsdp2-tp2-one-stage": Cell(ONE_STAGE),
-    "fsdp2-offload-tp2": Cell(OFFLOAD, route="num_replayed"),  # exported: they are on the host
-    "fsdp2-offload-tp1x2-one-stage": Cell((*OFFLOAD, *ONE_STAGE), tp=1, route="num_replayed"),
+    "fsdp2-offload-tp2": Cell(OFFLOAD),
+    "fsdp2-offload-tp1x2-one-stage": Cell((*OFFLOAD, *ONE_STAGE), tp=1),
     "fsdp1-tp2": Cell(FSDP1),
     "fsdp1-tp1x2-one-stage": Cell((*FSDP1, *ONE_STAGE), tp=1),
-    "fsdp1-offload-tp2": Cell((*FSDP1, *OFFLOAD), route="num_replayed"),
+    "fsdp1-offload-tp2": Cell((*FSDP1, *OFFLOAD)),
     "ppo-tp2": Cell(recipe=grpo_step.PPO_RECIPE),
     "merged-lora-tp2": Cell(MERGED, route=None),
     "merged-lora-offload-tp1": Cell((*MERGED, *OFFLOAD), gpus=1, tp=1, route=None),
@@ -150,6 +150,9 @@ def test_the_weights_arrive(name, tmp_path):
     if cell.route is not None:
         last = reports[-1]
         assert last[cell.route] == last["num_buckets"] > 0, last
+        if cell.route == "num_pulled":
+            is_offloaded = OFFLOAD[0] in cell.overrides
+            assert (last["host_memory_bytes"] > 0) == is_offloaded, last
 
 
 @pytest.mark.slow
