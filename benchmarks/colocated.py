@@ -2,6 +2,7 @@
 
     python benchmarks/colocated.py --models qwen3-8b qwen3-30b-a3b --runs 5 --json FILE
     python benchmarks/colocated.py --models qwen3-30b-a3b --gpus 4 --tp 4      # see ranks
+    python benchmarks/colocated.py --models qwen3-8b --gpus 2 --tp 2 --offload     # param_offload
     python benchmarks/colocated.py --models tiny --device cpu
 
 See `verl_sglang_sync.commands.bench`: `colocated` says what is measured, `arms` what each arm is.
@@ -27,21 +28,26 @@ import torch  # noqa: E402
 
 from benchmarks import ranks  # noqa: E402
 from support.trainer import TrainerRank  # noqa: E402
-from verl_sglang_sync.commands.bench.arms import ARMS, COPY_LIMIT, SYNC_STAGES  # noqa: E402
+from verl_sglang_sync.commands.bench.arms import (  # noqa: E402
+    ARMS,
+    COPY_LIMIT,
+    HOST_COPY_LIMIT,
+    SYNC_STAGES,
+)
 from verl_sglang_sync.commands.bench.colocated import ASLEEP_S, STAGES, measure  # noqa: E402
 from verl_sglang_sync.commands.bench.model_shapes import MODELS, write_config  # noqa: E402
 from verl_sglang_sync.commands.bench.results_file import hardware, print_table, write_results  # noqa: E402
 from verl_sglang_sync.commands.bench.trainers import ShardedModel  # noqa: E402
 
 
-def exporter(model: str) -> Callable[[TrainerRank], ranks.Export]:
+def exporter(model: str, is_offloaded: bool) -> Callable[[TrainerRank], ranks.Export]:
     """Makes a rank's share of the model, which it then exports."""
-    return lambda rank: ShardedModel(model, rank.device).reexport
+    return lambda rank: ShardedModel(model, rank.device, is_offloaded=is_offloaded).reexport
 
 
 def main() -> None:
     """Run all arms of all models; see the module docstring."""
-    names = [*ARMS, COPY_LIMIT]
+    names = [*ARMS, COPY_LIMIT, HOST_COPY_LIMIT]
     on_gpus = [ranks.NATIVE, *ranks.OURS, ranks.EXPORT_ONLY, *ranks.LIMITS]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["qwen3-8b"])
@@ -49,6 +55,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=1, help="trainer ranks; more than 1: FSDP2")
     parser.add_argument("--tp", type=int, default=1, help="of each engine")
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--offload", action="store_true", help="parameters are on the host")
     parser.add_argument("--asleep-s", type=float, default=ASLEEP_S, help="one GPU")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--folder", type=Path, help="server logs; default: a temporary folder")
@@ -69,7 +76,7 @@ def main() -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join([*PATHS, os.environ.get("PYTHONPATH", "")])
         for model in args.models:
             rows += ranks.measure(
-                exporter(model),
+                exporter(model, args.offload),
                 arms,
                 model=model,
                 config=write_config(folder / model, model),
@@ -79,6 +86,8 @@ def main() -> None:
                 device=args.device,
                 folder=folder,
             )
+            for row in rows:
+                row["is_offloaded"] = args.offload
             write_results(path, "colocated", rows)
         print_table(rows, ("sync", *(f"sync_{stage}" for stage in SYNC_STAGES)))
         missing = {(model, arm) for model in args.models for arm in arms} - {
@@ -89,7 +98,7 @@ def main() -> None:
         return
     for model, arm in itertools.product(args.models, arms):
         started = time.perf_counter()
-        rows.append(measure(model, arm, device, args.runs, folder, args.asleep_s))
+        rows.append(measure(model, arm, device, args.runs, folder, args.asleep_s, args.offload))
         print(f"{model} {arm}: {time.perf_counter() - started:.0f} s", flush=True)
         write_results(path, "colocated", rows)  # a run that is cut short leaves what it has
     print_table(rows, STAGES)

@@ -6,6 +6,7 @@ sync's seconds include the export. Arms besides `native`, which is verl's own, a
 `compiled_exchanged` exchanges shards and `compiled_gathered` gathers all weights on every rank;
 `export_only` runs the export to its end and sends nothing; `all_gather_limit` gathers the same
 bytes in flat pieces, and `all_to_all_limit` gives each rank only its part of them.
+`host_copy_limit` copies each rank's part from pinned host memory.
 """
 
 from __future__ import annotations
@@ -25,7 +26,13 @@ import torch.distributed as dist
 
 from sglang_loader.common.copies.strided import synchronize_device
 from support.trainer import Ranks, TrainerRank
-from verl_sglang_sync.commands.bench.arms import BUCKET_BYTES, NativeManager, notes_of
+from verl_sglang_sync.commands.bench.arms import (
+    BUCKET_BYTES,
+    HOST_COPY_LIMIT,
+    NativeManager,
+    notes_of,
+)
+from verl_sglang_sync.commands.bench.colocated import HostCopy
 from verl_sglang_sync.commands.bench.engine_server import engine_server, wait_until_healthy
 from verl_sglang_sync.commands.bench.model_shapes import MODELS
 from verl_sglang_sync.commands.bench.results_file import medians
@@ -37,7 +44,7 @@ OURS: dict[str, dict[str, Any]] = {
     "compiled_gathered": {"mode": "compiled", "routes": []},
 }
 NATIVE, EXPORT_ONLY = "native", "export_only"
-LIMITS = ("all_gather_limit", "all_to_all_limit")
+LIMITS = ("all_gather_limit", "all_to_all_limit", HOST_COPY_LIMIT)
 NUM_WARM_UPS = 5  # ours: a plan, an arrangement, an exchange are each learned and proven in a sync
 ENVIRONMENTS = {
     "cuda": {"NCCL_CUMEM_ENABLE": "0"},  # SGLang's own; a mixture fails in CUDA
@@ -184,7 +191,10 @@ def _step(
         return _syncing(NativeManager(url, Path(config), rank.mesh), export)
     if arm == EXPORT_ONLY:
         return lambda: _drain(export)
-    return _collective(arm, rank, _drain(export)["bytes"] // dist.get_world_size())
+    part = _drain(export)["bytes"] // dist.get_world_size()
+    if arm == HOST_COPY_LIMIT:
+        return _host_copy(part, rank.device)
+    return _collective(arm, rank, part)
 
 
 def _syncing(manager: Any, export: Export) -> Step:
@@ -203,6 +213,17 @@ def _syncing(manager: Any, export: Export) -> Step:
 def _drain(export: Export) -> dict[str, Any]:
     sizes = [tensor.nbytes for _, tensor in export()]
     return {"num_tensors": len(sizes), "bytes": sum(sizes)}
+
+
+def _host_copy(nbytes: int, device: torch.device) -> Step:
+    """A rank's part of all bytes from pinned host memory, on all ranks at the same time."""
+    copy = HostCopy(nbytes, device)
+
+    def run() -> dict[str, Any]:
+        copy.launch()
+        return {"bytes": nbytes}
+
+    return run
 
 
 def _collective(arm: str, rank: TrainerRank, nbytes: int) -> Step:

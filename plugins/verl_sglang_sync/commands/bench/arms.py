@@ -8,6 +8,7 @@
 - `compiled_packed`: packs the export, as a trainer does that gathers its shards.
 - `native_float32` and `compiled_float32`: export float32, verl's default, into bfloat16 engines.
 - `copy_limit`: a copy of the same bytes within the device.
+- `host_copy_limit`: a copy of the same bytes from pinned host memory to the device.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ BUCKET_BYTES = 2048 << 20
 SYNC_STAGES = ("open", "export", "confirm", "gather", "pack", "load", "commit", "publish", "prove")
 COUNTS = (
     *("num_buckets", "num_replayed", "num_pulled", "num_exchanged", "num_sent"),
-    *("sent_bytes", "eager_reason", "staging_bytes"),
+    *("sent_bytes", "eager_reason", "staging_bytes", "host_memory_bytes"),
 )
 
 
@@ -65,6 +66,7 @@ ARMS = {
     "compiled_float32": Arm("compiled", dtype=torch.float32),
 }
 COPY_LIMIT = "copy_limit"
+HOST_COPY_LIMIT = "host_copy_limit"
 
 
 class NativeManager:

@@ -23,7 +23,14 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from sglang_loader.common.copies.strided import synchronize_device
-from verl_sglang_sync.commands.bench.arms import ARMS, COPY_LIMIT, Arm, manager_of, notes_of
+from verl_sglang_sync.commands.bench.arms import (
+    ARMS,
+    COPY_LIMIT,
+    HOST_COPY_LIMIT,
+    Arm,
+    manager_of,
+    notes_of,
+)
 from verl_sglang_sync.commands.bench.engine_server import engine_server, wait_until_healthy
 from verl_sglang_sync.commands.bench.model_shapes import MODELS, tensor_shapes, write_config
 from verl_sglang_sync.commands.bench.results_file import medians
@@ -31,6 +38,7 @@ from verl_sglang_sync.commands.bench.trainers import ShardedModel, dtype_on, siz
 
 # With `compiled` the first sync records, the second replays in place, the third keeps its mappings.
 NUM_WARM_UPS = 4
+HOST_CHUNK_BYTES = 2 << 30
 STAGES = ("release", "resume_weights", "sync", "resume_kv", "cycle")
 
 
@@ -50,11 +58,18 @@ def timed(times: dict[str, float], stage: str, device: torch.device) -> Iterator
 
 
 def run_arm(
-    arm: Arm, url: str, config: Path, model: str, device: torch.device, runs: int, asleep_s: float
+    arm: Arm,
+    url: str,
+    config: Path,
+    model: str,
+    device: torch.device,
+    runs: int,
+    asleep_s: float,
+    is_offloaded: bool,
 ) -> dict[str, Any]:
     """Measure an arm in this process, and return the columns of its row."""
     dtype = arm.dtype or dtype_on(device)
-    weights = ShardedModel(model, device, dtype).reexport()
+    weights = ShardedModel(model, device, dtype, is_offloaded=is_offloaded).reexport()
     manager = manager_of(arm, url, config, device)
     notes: dict[str, Any] = {}
     host_bytes = 0
@@ -98,7 +113,8 @@ def run_arm(
         "host_backup": arm.host_backup,
         "asleep_s": asleep_s,
         "host_bytes": host_bytes,
-        "peak_extra_gpu_bytes": max(peak - size["bytes"], 0),
+        "is_offloaded": is_offloaded,
+        "peak_extra_gpu_bytes": max(peak - size["bytes"] * (not is_offloaded), 0),
         **notes,
     }
 
@@ -115,15 +131,50 @@ def copy_limit(model: str, device: torch.device, runs: int) -> dict[str, Any]:
     return {**size_of(model, dtype), "runs_s": measured[1:]}
 
 
+def host_copy_limit(model: str, device: torch.device, runs: int) -> dict[str, Any]:
+    """Measure copies of as many bytes from pinned host memory to the device."""
+    size = size_of(model, dtype_on(device))
+    copy = HostCopy(size["bytes"], device)
+    measured: list[dict[str, float]] = [{} for _ in range(1 + runs)]
+    for times in measured:
+        with timed(times, "sync", device):
+            copy.launch()
+    return {**size, "runs_s": measured[1:]}
+
+
+class HostCopy:
+    """A copy of `nbytes` from pinned host memory to a device, by the copy engine of a GPU."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._nbytes = nbytes
+        chunk = min(nbytes, HOST_CHUNK_BYTES)
+        self._source = torch.empty(chunk, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._source.fill_(1)
+        self._target = torch.empty(chunk, dtype=torch.uint8, device=device)
+
+    def launch(self) -> None:
+        """Copy all bytes, asynchronously."""
+        chunk = self._source.numel()
+        for start in range(0, self._nbytes, chunk):
+            part = min(chunk, self._nbytes - start)
+            self._target[:part].copy_(self._source[:part], non_blocking=True)
+
+
 def measure(
-    model: str, name: str, device: torch.device, runs: int, folder: Path, asleep_s: float = ASLEEP_S
+    model: str,
+    name: str,
+    device: torch.device,
+    runs: int,
+    folder: Path,
+    asleep_s: float = ASLEEP_S,
+    is_offloaded: bool = False,
 ) -> dict[str, Any]:
     """Measure an arm, and return its row. Server and trainer write their logs to `folder`."""
     # Every arm has its own server and trainer process. An engine keeps the trainer's memory mapped
     # between syncs, so the arms of one process would share the GPU.
     log = folder / f"trainer-{model}-{name}.log"
     with ProcessPoolExecutor(1, get_context("spawn"), _print_into, (log,)) as pool:
-        args = model, name, device, runs, folder, asleep_s
+        args = model, name, device, runs, folder, asleep_s, is_offloaded
         measured = pool.submit(_measure_arm, *args).result()
     setup = {"arm": name, "model": model, "gpus": int(device.type == "cuda"), "tp": 1, "runs": runs}
     return {**setup, "median_s": medians(measured["runs_s"]), **measured}
@@ -137,11 +188,19 @@ def _print_into(log: Path) -> None:
 
 
 def _measure_arm(
-    model: str, name: str, device: torch.device, runs: int, folder: Path, asleep_s: float
+    model: str,
+    name: str,
+    device: torch.device,
+    runs: int,
+    folder: Path,
+    asleep_s: float,
+    is_offloaded: bool,
 ) -> dict[str, Any]:
     prepare(device)
     if name == COPY_LIMIT:
         return copy_limit(model, device, runs)
+    if name == HOST_COPY_LIMIT:
+        return host_copy_limit(model, device, runs)
     arm = ARMS[name]
     config, log = write_config(folder / model, model), folder / f"server-{model}-{name}.log"
     with engine_server(
@@ -156,7 +215,7 @@ def _measure_arm(
         import verl.workers.engine  # noqa: F401
 
         wait_until_healthy(url, log)
-        return run_arm(arm, url, config, model, device, runs, asleep_s)
+        return run_arm(arm, url, config, model, device, runs, asleep_s, is_offloaded)
 
 
 def prepare(device: torch.device) -> None:

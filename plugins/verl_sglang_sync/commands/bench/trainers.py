@@ -11,13 +11,25 @@ from torch.distributed.tensor import DTensor
 from sglang_loader.common.shared_memory import share_on_host
 from verl_sglang_sync.commands.bench.model_shapes import MODELS, tensor_shapes, weights_bytes
 from verl_sglang_sync.sources.export import NamedTensor, Reexport
+from verl_sglang_sync.sources.host_memory import HOST_MEMORY
 from verl_sglang_sync.sources.snapshot import module_state
 
 
 class ShardedModel:
-    """A Hugging Face model with random weights, sharded over all ranks by FSDP2."""
+    """A Hugging Face model with random weights, sharded over all ranks by FSDP2.
 
-    def __init__(self, model: str, device: torch.device, dtype: torch.dtype | None = None) -> None:
+    Args:
+        is_offloaded: the parameters are on the host, as with verl's `param_offload`.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+        *,
+        is_offloaded: bool = False,
+    ) -> None:
         # `export` needs this module. Its import takes seconds, and must not be part of a sync.
         import verl.workers.engine.fsdp.utils  # noqa: F401
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -31,13 +43,20 @@ class ShardedModel:
         self._module.to_empty(device=device)
         for parameter in self._module.parameters():
             local = parameter.detach().to_local().normal_(std=0.02)
-            if device.type == "cpu":
+            if device.type == "cpu" and not is_offloaded:
                 share_on_host(local)  # so that an engine can map the tensor
         self._model_type = config.model_type
+        self._device, self._is_offloaded = device, is_offloaded
+        if is_offloaded:
+            with HOST_MEMORY.placing(self._module.parameters(), device):
+                self._module.to("cpu")
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def reexport(self) -> Reexport:
         """Make the export as a rollout receives it from verl with a preset."""
-        return Reexport(self.export, sources=module_state(self._module))
+        sources = module_state(self._module, is_offloaded=self._is_offloaded)
+        return Reexport(self.export, sources=sources)
 
     def export(self) -> Iterator[NamedTensor]:
         """Make the export of verl 0.9.1's FSDP engine, as its `get_per_tensor_param` does."""
@@ -46,11 +65,15 @@ class ShardedModel:
 
         parameters = convert_weight_keys(self._module.state_dict(), self._module)
         full = (
-            (name, p.full_tensor() if isinstance(p, DTensor) else p)
+            (name, self._gathered(p) if isinstance(p, DTensor) else p)
             for name, p in parameters.items()
         )
         exported: Iterator[NamedTensor] = unfuse_moe_params(full, self._model_type)
         return exported
+
+    def _gathered(self, parameter: DTensor) -> torch.Tensor:
+        moved: DTensor = parameter.to(self._device)  # type: ignore[assignment]
+        return moved.full_tensor()
 
     def shards(self) -> list[NamedTensor]:
         """Return this rank's shards of the parameters."""
