@@ -138,7 +138,7 @@ def measure(case: Case) -> dict[str, Any]:
         weight_map = decode_weight_map(stored.data)
     plan = EngineRank(case, rank % case.engine).plan(weight_map.layouts)
     with timed(seconds, "copy table"):
-        table = CopyTable.of(plan, weight_map)
+        table = CopyTable.of(plan, weight_map, BUCKET_BYTES // ROUNDS_PER_BUCKET)
     sizes["table_copies"] = sum(len(step.copies) for step in table.steps)
     located = decode_bases(bases.data)
     senders = tuple(np.where(located[:, 0] == SENT, located[:, 1], MAPPED).tolist())

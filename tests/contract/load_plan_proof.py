@@ -17,6 +17,7 @@ from support.plan_check import differing, packed, planned, self_check, snapshot
 from support.scattered import Scattered
 
 LAYOUTS = ("many", "cut")
+ROUND_BYTES = 1 << 16
 
 
 def prove(model, first, second, how):
@@ -64,7 +65,7 @@ def prove_table(model, plan, before, buffers, expected):
         shards = scattered.shards(buffers, reader=num_ranks - 1, num_mapped=num_mapped)
         run_table(executor, scattered, shards)
         assert differing(plan.destinations, expected) == ()
-    table = CopyTable.of(plan, shards.weight_map)
+    table = CopyTable.of(plan, shards.weight_map, ROUND_BYTES)
     at = next(i for i, step in enumerate(table.steps) if step.copies)
     broken = dataclasses.replace(table.steps[at], copies=table.steps[at].copies[1:])
     steps = (*table.steps[:at], broken, *table.steps[at + 1 :])
@@ -75,7 +76,7 @@ def prove_table(model, plan, before, buffers, expected):
 
 
 def run_table(executor, scattered, shards):
-    run = executor.table_run(shards, scattered.num_ranks, round_bytes=1 << 16)
+    run = executor.table_run(shards, scattered.num_ranks, round_bytes=ROUND_BYTES)
     run.begin()
     for each in run.rounds:
         assert not run.is_complete

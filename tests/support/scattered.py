@@ -7,6 +7,7 @@ from random import Random
 import torch
 
 from sglang_loader.common.layout import BucketLayout
+from sglang_loader.common.quantization import Quantization
 from sglang_loader.common.regions.compose import ByteMap
 from sglang_loader.common.rounds import SentRound
 from sglang_loader.common.weight_map import ShardMemory, decode_bases, decode_weight_map
@@ -31,12 +32,23 @@ class Scattered:
     The shards are of as many trainer ranks as `num_ranks`. A tensor is a parameter of its own, a
     part of one that several tensors share, or spread by columns over the shards.
 
+    Args:
+        layouts: the buckets, before they are quantised.
+        quantized: the buckets as the engine gets them, if tensors are quantised.
+
     Attributes:
         traced: the trace of the export.
         num_ranks: the number of trainer ranks.
     """
 
-    def __init__(self, layouts: Sequence[BucketLayout], num_ranks: int, seed: int) -> None:
+    def __init__(
+        self,
+        layouts: Sequence[BucketLayout],
+        num_ranks: int,
+        seed: int,
+        quantization: Quantization | None = None,
+        quantized: Sequence[BucketLayout] = (),
+    ) -> None:
         self._layouts, self.num_ranks, self._random = layouts, num_ranks, Random(seed)
         parameters: list[TracedParameter] = []
         tensors: dict[str, TracedTensor] = {}
@@ -46,7 +58,8 @@ class Scattered:
             if self._random.random() < 0.5:
                 self._add(waiting, parameters, tensors)
         self._add(waiting, parameters, tensors)
-        self.traced = TracedExport(tuple(parameters), tensors)
+        self.traced = TracedExport(tuple(parameters), tensors, quantization)
+        layouts = quantized or layouts
         buckets = [Bucket.of(layout, is_last=layout is layouts[-1]) for layout in layouts]
         self._weight_map = decode_weight_map(weight_map_of(buckets, self.traced).data)
 

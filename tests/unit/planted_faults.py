@@ -129,8 +129,8 @@ def table_changed(change):
     """Engine: the largest copy of the copy table is changed, or left out if that gives None."""
     join = CopyTable.of.__func__
 
-    def planted(cls, plan, weight_map):
-        steps = list(join(cls, plan, weight_map).steps)
+    def planted(cls, plan, weight_map, limit):
+        steps = list(join(cls, plan, weight_map, limit).steps)
         copies = list(steps[0].copies)
         at = max(range(len(copies)), key=lambda i: size_of(copies[i][0]))
         copies[at : at + 1] = change(*copies[at])

@@ -9,6 +9,9 @@ the map. They are the *bases*, one for each shard, and differ by engine rank:
     weight_map = decode_weight_map(encoded)                                             # engine
     weight_map.buckets[0].copies(copy)         # copies from numbered shards
     shards = ShardMemory(weight_map, decode_bases(bases), blocks, device)   # in this process
+
+A quantised tensor has no bytes in any shard, and neither have its scales. The map places the
+tensor that it is made of, and the engine rank quantises that: `WeightMap.quantized`.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import torch
 
 from sglang_loader.common.bucket_source import BucketMap, BucketPiece, BucketSource
 from sglang_loader.common.layout import BucketLayout, WireError, decode_layout
+from sglang_loader.common.quantization import Quantization
 from sglang_loader.common.regions.read import Size
 
 Bases = npt.NDArray[np.int64]
@@ -46,10 +50,27 @@ class _EncodedBucket(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
 class _EncodedMap(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     shard_nbytes: list[Size]
     buckets: list[_EncodedBucket]
+    quantization: Quantization | None
+    unquantized: _EncodedBucket | None
 
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_EncodedMap)
+
+
+@dataclass(frozen=True)
+class QuantizedTensors:
+    """The tensors of a sync that the engine rank quantises.
+
+    Attributes:
+        layout: of the tensors before they are quantised, by the names of the quantised ones, as if
+            they were one more bucket.
+        places: the places of the bytes of this bucket.
+    """
+
+    quantization: Quantization
+    layout: BucketLayout
+    places: BucketMap
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,11 +81,14 @@ class WeightMap:
         shard_nbytes: the size of each shard.
         layouts: the layouts of the buckets, in order.
         buckets: the places of the buckets' bytes. A `BucketPiece.slot` is the number of a shard.
+            The bytes of a quantised tensor, and of its scales, are in no piece.
+        quantized: the quantised tensors, or None if there are none.
     """
 
     shard_nbytes: tuple[int, ...]
     layouts: tuple[BucketLayout, ...]
     buckets: tuple[BucketMap, ...]
+    quantized: QuantizedTensors | None = None
 
     @property
     def num_tensors(self) -> int:
@@ -73,15 +97,23 @@ class WeightMap:
 
 
 def encode_weight_map(
-    shard_nbytes: Sequence[int], buckets: Iterable[tuple[bytes, Sequence[BucketPiece]]]
+    shard_nbytes: Sequence[int],
+    buckets: Iterable[tuple[bytes, Sequence[BucketPiece]]],
+    quantization: Quantization | None = None,
+    unquantized: tuple[bytes, Sequence[BucketPiece]] | None = None,
 ) -> bytes:
     """Encode a map.
 
     Args:
         buckets: the encoded layout and the pieces of each bucket, in order.
+        quantization: of the tensors that the engine quantises, or None.
+        unquantized: the encoded layout and the pieces of these tensors before that, or None.
     """
     encoded = [_EncodedBucket(layout, list(pieces)) for layout, pieces in buckets]
-    return _encoder.encode(_EncodedMap(list(shard_nbytes), encoded))
+    before = None
+    if unquantized is not None:
+        before = _EncodedBucket(unquantized[0], list(unquantized[1]))
+    return _encoder.encode(_EncodedMap(list(shard_nbytes), encoded, quantization, before))
 
 
 def decode_weight_map(data: bytes) -> WeightMap:
@@ -94,21 +126,38 @@ def decode_weight_map(data: bytes) -> WeightMap:
         encoded = _decoder.decode(data)
     except msgspec.MsgspecError as error:
         raise WireError(f"not a weight map: {error}") from None
-    layouts = tuple(decode_layout(bucket.layout) for bucket in encoded.buckets)
+    nbytes = encoded.shard_nbytes
+    decoded = [
+        _decoded_bucket(bucket, f"bucket {index}", nbytes)
+        for index, bucket in enumerate(encoded.buckets)
+    ]
+    layouts, buckets = tuple(zip(*decoded, strict=True)) if decoded else ((), ())
+    if (encoded.quantization is None) != (encoded.unquantized is None):
+        raise WireError("not a weight map: a quantisation without tensors, or tensors without one")
+    quantized = None
+    if encoded.quantization is not None and encoded.unquantized is not None:
+        before = _decoded_bucket(encoded.unquantized, "what is quantised", nbytes)
+        if any(len(tensor.shape) != 2 or not tensor.nbytes for tensor in before[0].tensors):
+            raise WireError("only matrices can be quantised")
+        quantized = QuantizedTensors(encoded.quantization, *before)
+    return WeightMap(tuple(nbytes), layouts, buckets, quantized)
+
+
+def _decoded_bucket(
+    encoded: _EncodedBucket, name: str, shard_nbytes: Sequence[int]
+) -> tuple[BucketLayout, BucketMap]:
+    layout = decode_layout(encoded.layout)
     try:
-        buckets = tuple(BucketMap(bucket.pieces) for bucket in encoded.buckets)
+        bucket = BucketMap(encoded.pieces)
     except ValueError as error:
         raise WireError(f"not a weight map: {error}") from None
-    for index, (layout, bucket) in enumerate(zip(layouts, buckets, strict=True)):
-        if bucket.nbytes > layout.nbytes:
-            raise WireError(f"a piece of bucket {index} leaves the bucket's {layout.nbytes} bytes")
-        for shard, needed in bucket.needs.items():
-            nbytes = encoded.shard_nbytes[shard] if shard < len(encoded.shard_nbytes) else 0
-            if needed > nbytes:
-                raise WireError(
-                    f"bucket {index} needs {needed} bytes of shard {shard}, which has {nbytes}"
-                )
-    return WeightMap(tuple(encoded.shard_nbytes), layouts, buckets)
+    if bucket.nbytes > layout.nbytes:
+        raise WireError(f"a piece of {name} leaves the bucket's {layout.nbytes} bytes")
+    for shard, needed in bucket.needs.items():
+        nbytes = shard_nbytes[shard] if shard < len(shard_nbytes) else 0
+        if needed > nbytes:
+            raise WireError(f"{name} needs {needed} bytes of shard {shard}, which has {nbytes}")
+    return layout, bucket
 
 
 def encode_bases(bases: Sequence[tuple[int, int]]) -> bytes:

@@ -1,5 +1,7 @@
 """Replay of a load plan: a few fused copies, and `load_weights` for the plan's `rest`.
 
+A copy table of a quantised model also quantises, between its copies and the rest.
+
 The executor launches work and never waits.
 
     executor = PlanExecutor(plan, model.load_weights)
@@ -17,13 +19,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 
 from sglang_loader.common.bucket_source import BucketMap, BucketSource
 from sglang_loader.common.copies.fused import FusedCopies
+from sglang_loader.common.copies.quantizer import MatrixQuantizer
 from sglang_loader.common.layout import BucketLayout, check_buffer
 from sglang_loader.common.weight_map import ShardMemory, WeightMap
 from sglang_loader.load_plan.copy_table import CopyTable
@@ -34,18 +37,28 @@ from sglang_loader.load_plan.rounds import Round, WiredStep, wired_steps
 
 @dataclass(frozen=True)
 class _Bound:
-    """The launches of some copies, and the tensors in `scratch` that `load_weights` loads then."""
+    """The launches of some copies, and of what follows when all bytes have come.
+
+    Attributes:
+        quantized: quantise in `scratch`, and copy the results from there.
+        rest: the tensors in `scratch` that `load_weights` loads then.
+    """
 
     copies: list[Callable[[], object]]
     rest: list[tuple[str, torch.Tensor]]
     scratch: torch.Tensor
+    quantized: Sequence[Callable[[], object]] = ()
 
     def copy(self) -> None:
         with torch.no_grad():
             for launch in self.copies:
                 launch()
 
-    def load_rest(self, load_weights: LoadWeights) -> None:
+    def end(self, load_weights: LoadWeights) -> None:
+        """Launch what follows when all bytes have come."""
+        with torch.no_grad():
+            for launch in self.quantized:
+                launch()
         if self.rest:
             load_weights(iter(self.rest))
 
@@ -61,12 +74,12 @@ class PlanExecutor:
         self._copies = WeakKeyDictionary()
         self._bound: WeakKeyDictionary[BucketSource, tuple[BucketPlan, _Bound]]
         self._bound = WeakKeyDictionary()
-        self._tables: WeakKeyDictionary[WeightMap, CopyTable] = WeakKeyDictionary()
+        self._tables: WeakKeyDictionary[WeightMap, tuple[int, CopyTable]] = WeakKeyDictionary()
         self._wired: WeakKeyDictionary[WeightMap, tuple[object, list[_Step]]] = WeakKeyDictionary()
-        self._bound_steps: WeakKeyDictionary[ShardMemory, tuple[list[_Step], list[_Bound]]]
-        self._bound_steps = WeakKeyDictionary()
-        self._scratch: WeakValueDictionary[torch.device, torch.Tensor] = WeakValueDictionary()
-        self._scratch_nbytes = max((bucket.rest.nbytes for bucket in plan.buckets), default=0)
+        self._bound_steps: WeakKeyDictionary[ShardMemory, _BoundSteps] = WeakKeyDictionary()
+        self._scratch: WeakValueDictionary[tuple[torch.device, int], torch.Tensor]
+        self._scratch = WeakValueDictionary()
+        self._rest_nbytes = max((bucket.rest.nbytes for bucket in plan.buckets), default=0)
 
     def replay(self, index: int, source: BucketSource) -> None:
         """Load a bucket from `source`, asynchronously on the current stream.
@@ -86,48 +99,59 @@ class PlanExecutor:
             if copies is None or of_plan is not plan:
                 copies = _Copies.of_bucket(plan, source.map)
                 self._copies[source.map] = plan, copies
-            bound = copies.bind(self._memory, source.memories, self._scratch_on(source.device))
+            scratch = self._scratch_on(source.device, self._rest_nbytes)
+            bound = copies.bind(self._memory, source.memories, scratch)
             self._bound[source] = plan, bound
         bound.copy()
-        bound.load_rest(self._load_weights)
+        bound.end(self._load_weights)
 
     def table_run(self, shards: ShardMemory, num_ranks: int, round_bytes: int) -> TableRun:
         """Prepare a whole sync from the trainer ranks' shards.
 
         Args:
             num_ranks: the number of trainer ranks.
-            round_bytes: about the largest size of a round.
+            round_bytes: about the largest size of a round, and of what is quantised in a step.
 
         Raises:
+            RuntimeError: this device cannot quantise as the trainer does.
             ValueError: the map of the shards does not hold what the plan reads.
         """
         weight_map, wires = shards.weight_map, (shards.senders, num_ranks, round_bytes)
         wired_for, steps = self._wired.get(weight_map, (None, []))
         if wired_for != wires:
-            table = self._tables.get(weight_map)
-            if table is None:
-                table = self._tables[weight_map] = CopyTable.of(self._plan, weight_map)
+            limit, table = self._tables.get(weight_map, (0, None))
+            if table is None or limit != round_bytes:
+                table = CopyTable.of(self._plan, weight_map, round_bytes)
+                self._tables[weight_map] = round_bytes, table
             steps = [_Step.of(step) for step in wired_steps(table, *wires)]
             self._wired[weight_map] = wires, steps
-        bound_to, bound = self._bound_steps.get(shards, (None, []))
-        if bound_to is not steps:
-            scratch = self._scratch_on(shards.device)
-            bound = [
-                step.mapped.bind(self._memory, shards.of(step.mapped.fused.numbers), scratch)
-                for step in steps
-            ]
-            self._bound_steps[shards] = steps, bound
-        return TableRun(steps, bound, self._memory, self._load_weights)
+        nbytes = max((step.scratch_nbytes for step in steps), default=0)
+        scratch = self._scratch_on(shards.device, nbytes)
+        bound = self._bound_steps.get(shards)
+        if bound is None or not bound.is_of(steps, scratch):
+            bound = _BoundSteps.of(steps, self._memory, shards, scratch)
+            self._bound_steps[shards] = bound
+        return TableRun(steps, bound.steps, self._memory, self._load_weights)
+
+    def free_scratch(self) -> None:
+        """Free the memory that quantisation needs, until the next sync.
+
+        The device must have finished.
+        """
+        for bound in self._bound_steps.values():
+            bound.free_scratch()
 
     @property
     def _memory(self) -> Sequence[torch.Tensor]:
         return self._plan.destinations.memory
 
-    def _scratch_on(self, device: torch.device) -> torch.Tensor:
-        """Return memory for the `rest` of any bucket. Buckets use it one after the other."""
-        scratch = self._scratch.get(device)
+    def _scratch_on(self, device: torch.device, nbytes: int) -> torch.Tensor:
+        """Return scratch memory of this size. Buckets and steps use it one after the other."""
+        scratch = self._scratch.get((device, nbytes))
         if scratch is None:
-            scratch = self._scratch[device] = _empty(self._scratch_nbytes, device)
+            scratch = self._scratch[device, nbytes] = _empty(nbytes, device)
+        elif scratch.untyped_storage().nbytes() < nbytes:  # freed after the last sync
+            scratch.untyped_storage().resize_(nbytes)
         return scratch
 
 
@@ -139,7 +163,7 @@ def replay_once(
     scratch = _empty(plan.rest.nbytes, source.device)
     bound = _Copies.of_bucket(plan, source.map).bind(destinations.memory, source.memories, scratch)
     bound.copy()
-    bound.load_rest(load_weights)
+    bound.end(load_weights)
 
 
 def _empty(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -174,15 +198,78 @@ class _Copies:
 
 @dataclass(frozen=True)
 class _Step:
-    """A `WiredStep`, with its copies fused."""
+    """A `WiredStep`, with its copies fused.
+
+    Attributes:
+        quantized: the quantiser, and the copies of its results. None if nothing is quantised.
+        scratch_nbytes: the scratch memory that the step needs.
+    """
 
     mapped: _Copies
     rounds: list[tuple[Round, FusedCopies]]
+    quantized: tuple[MatrixQuantizer, FusedCopies] | None
+    scratch_nbytes: int
 
     @classmethod
     def of(cls, step: WiredStep) -> _Step:
         rounds = [(r, FusedCopies([(copy, 0) for copy in r.copies])) for r in step.rounds]
-        return cls(_Copies(FusedCopies(step.mapped), step.rest), rounds)
+        quantized, part = None, step.quantized
+        if part is not None:
+            quantizer = MatrixQuantizer(part.quantization, part.matrices)
+            quantized = quantizer, FusedCopies([(copy, 0) for copy in part.copies])
+        nbytes = max(step.rest.nbytes, part.nbytes if part is not None else 0)
+        return cls(_Copies(FusedCopies(step.mapped), step.rest), rounds, quantized, nbytes)
+
+    def bind(
+        self, storages: Sequence[torch.Tensor], shards: ShardMemory, scratch: torch.Tensor
+    ) -> _Bound:
+        """Bind the step to memories.
+
+        Raises:
+            RuntimeError: this device cannot quantise as the trainer does.
+        """
+        bound = self.mapped.bind(storages, shards.of(self.mapped.fused.numbers), scratch)
+        if self.quantized is None:
+            return bound
+        quantizer, results = self.quantized
+        targets = *storages, scratch  # the last is number `SCRATCH`
+        copies = results.between({0: scratch}, targets, scratch.device)
+        return replace(bound, quantized=[*quantizer.on(scratch), *copies])
+
+
+@dataclass(frozen=True)
+class _BoundSteps:
+    """The steps of a table, bound to the memory of one sync.
+
+    Attributes:
+        unbound: the steps that were bound.
+        address: of the scratch memory.
+    """
+
+    unbound: list[_Step]
+    steps: list[_Bound]
+    scratch: torch.Tensor
+    address: int
+
+    @classmethod
+    def of(
+        cls,
+        steps: list[_Step],
+        storages: Sequence[torch.Tensor],
+        shards: ShardMemory,
+        scratch: torch.Tensor,
+    ) -> _BoundSteps:
+        bound = [step.bind(storages, shards, scratch) for step in steps]
+        return cls(steps, bound, scratch, scratch.data_ptr())
+
+    def is_of(self, steps: list[_Step], scratch: torch.Tensor) -> bool:
+        """Return True if these steps are bound to this scratch memory, where it is."""
+        is_same = self.unbound is steps and self.scratch is scratch
+        return is_same and scratch.data_ptr() == self.address
+
+    def free_scratch(self) -> None:
+        if any(step.quantized is not None for step in self.unbound):
+            self.scratch.untyped_storage().resize_(0)
 
 
 class TableRun:
@@ -243,6 +330,6 @@ class TableRun:
         """End the steps of which all rounds have been loaded, and begin the next one."""
         while self._left and not self._left[0][1]:
             bound, _ = self._left.popleft()
-            bound.load_rest(self._load_weights)
+            bound.end(self._load_weights)
             if self._left:
                 self._left[0][0].copy()

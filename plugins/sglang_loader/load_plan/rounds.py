@@ -26,7 +26,7 @@ from sglang_loader.common.regions.geometry import BYTES, Dim, StridedCopy, Unit,
 from sglang_loader.common.regions.read import Read
 from sglang_loader.common.rounds import RoundPart, SentRound
 from sglang_loader.common.weight_map import MAPPED
-from sglang_loader.load_plan.copy_table import CopyTable
+from sglang_loader.load_plan.copy_table import CopyTable, QuantizedPart
 
 UNIT_ALIGNMENT = 16
 """Size of the widest dtype. A copy whose two sides agree modulo this moves words or elements."""
@@ -55,11 +55,12 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class WiredStep:
-    """A `TableStep` whose copies are divided by wire. The rest follows all of its copies."""
+    """A `TableStep` whose copies are divided by wire. All else follows all of its copies."""
 
     mapped: tuple[CopyFrom, ...]
     rounds: tuple[Round, ...]
     rest: BucketLayout
+    quantized: QuantizedPart | None
 
 
 def wired_steps(
@@ -81,7 +82,8 @@ def wired_steps(
                 mapped.append((copy, shard))
             else:
                 sent[senders[shard]].append((copy, shard))
-        wired.append(WiredStep(tuple(mapped), tuple(_rounds(sent, round_bytes)), step.rest))
+        rounds = tuple(_rounds(sent, round_bytes))
+        wired.append(WiredStep(tuple(mapped), rounds, step.rest, step.quantized))
     return tuple(wired)
 
 

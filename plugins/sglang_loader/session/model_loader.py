@@ -272,7 +272,8 @@ class ModelLoader:
             The rounds in which the shards must come that are not mapped.
 
         Raises:
-            SessionError: shards are not mapped, and no load plan holds.
+            SessionError: no load plan holds, and `load_weights` cannot load the shards: some are
+                not mapped, or must be quantised.
         """
         self.check_addresses()
         if self._load_mode is _LoadMode.REPLAY:
@@ -286,7 +287,13 @@ class ModelLoader:
                     return self._table_run.rounds
                 except Exception as error:
                     reason = f"no copy table: {error!r}"
+                    if shards.weight_map.quantized is not None:
+                        # The plan is good for the quantised export.
+                        raise SessionError(reason) from error
             self._drop_plan(reason)
+        if shards.weight_map.quantized is not None:
+            reason = self._reason or "it has none"
+            raise SessionError(f"weights are to be quantised by the engine's load plan: {reason}")
         if not shards.are_mapped:
             reason = self._reason or "it has none"
             raise SessionError(f"weights were to be sent for the load plan of the engine: {reason}")
@@ -309,7 +316,9 @@ class ModelLoader:
                 return self._note_table_progress()
             except Exception as error:
                 assert self._checked is not None
-                if self._table_run.rounds or any(b.live_in for b in self._checked.plan.buckets):
+                is_quantized = shards.weight_map.quantized is not None
+                adds = any(bucket.live_in for bucket in self._checked.plan.buckets)
+                if self._table_run.rounds or is_quantized or adds:
                     raise  # `load_weights` adds to bytes that may be half changed, or lacks bytes
                 self._table_run = None
                 self._go_on_eagerly(f"the replay by the copy table failed: {error!r}")
@@ -332,8 +341,13 @@ class ModelLoader:
         return not plan.num_rest
 
     def let_go(self) -> None:
-        """Drop the references to the trainer's memory, after `finish` or a failure."""
+        """Drop the references to the trainer's memory, and free the scratch memory of a table.
+
+        Called after `finish` or a failure, when the device has finished.
+        """
         self._table_run = None
+        if self._checked is not None:
+            self._checked.executor.free_scratch()
 
     def finish(self) -> SyncOutcome:
         """End a sync that has brought everything.

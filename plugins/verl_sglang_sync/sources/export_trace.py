@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from sglang_loader.common.copies.strided import region_of
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.op_traits import COLLECTIVE_NAMESPACES, leaves, read_traits
+from sglang_loader.common.quantization import Quantization
 from sglang_loader.common.regions.compose import ByteMap, compose
 from sglang_loader.common.regions.geometry import Region
 from sglang_loader.common.regions.read import Read
@@ -79,10 +80,12 @@ class TracedExport:
     Attributes:
         parameters: all that the export reads. An `Origin` has a parameter's number in this tuple.
         tensors: all exported tensors, by name, in the order of the export.
+        quantization: how some of these tensors are quantised then, or None.
     """
 
     parameters: tuple[TracedParameter, ...]
     tensors: Mapping[str, TracedTensor]
+    quantization: Quantization | None = None
 
     @cached_property
     def owners(self) -> list[Owners]:

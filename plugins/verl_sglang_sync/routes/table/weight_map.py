@@ -6,14 +6,15 @@ bases = bases_for(traced, tables, wires, reader)     # where the shards are, for
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import msgspec
 
 from sglang_loader.common.bucket_source import BucketPiece
-from sglang_loader.common.layout import BucketLayout
+from sglang_loader.common.layout import BucketLayout, TensorSpec, encode_layout
+from sglang_loader.common.quantization import SCALE_SUFFIX, SCALES, VALUES
 from sglang_loader.common.shared_memory import BufferHandle
 from sglang_loader.common.weight_map import SENT, encode_bases, encode_weight_map
 from verl_sglang_sync.engine.session import StoredBytes
@@ -44,10 +45,11 @@ class MemoryTable:
 def weight_map_of(buckets: Sequence[Bucket], traced: TracedExport) -> StoredBytes:
     """Map the bytes of every bucket to the shards of all trainer ranks.
 
-    The shards are numbered by parameter, then by their place in the parameter.
+    The shards are numbered by parameter, then by their place in the parameter. The bytes of a
+    quantised tensor are mapped as they are before that.
 
     Raises:
-        NotTraceable: the shards of a tensor are unknown.
+        NotTraceable: the shards of a tensor are unknown, or the engine cannot quantise a tensor.
     """
     owners = traced.owners
     firsts = first_shards(traced)
@@ -56,8 +58,58 @@ def weight_map_of(buckets: Sequence[Bucket], traced: TracedExport) -> StoredByte
         for of_parameter in owners
         for start, stop in map(of_parameter.range_of, range(len(of_parameter.starts)))
     ]
-    pieces = [(bucket.encoded, pieces_of(bucket.layout, traced, firsts)) for bucket in buckets]
-    return StoredBytes.of(encode_weight_map(shard_nbytes, pieces))
+    before, computed = unquantized_layout(buckets, traced)
+    pieces = [
+        (bucket.encoded, pieces_of(_without(bucket.layout, computed), traced, firsts))
+        for bucket in buckets
+    ]
+    if not before.tensors:
+        return StoredBytes.of(encode_weight_map(shard_nbytes, pieces))
+    unquantized = encode_layout(before), pieces_of(before, traced, firsts)
+    encoded = encode_weight_map(shard_nbytes, pieces, traced.quantization, unquantized)
+    return StoredBytes.of(encoded)
+
+
+def unquantized_layout(
+    buckets: Sequence[Bucket], traced: TracedExport
+) -> tuple[BucketLayout, frozenset[str]]:
+    """Place the tensors that are quantised, as they are before that, in one more bucket.
+
+    Returns:
+        The layout, and the names of the tensors that they are quantised to.
+
+    Raises:
+        NotTraceable: the trace and the buckets do not fit.
+    """
+    if traced.quantization is None:
+        return BucketLayout((), 0), frozenset()
+    tensors = [tensor for bucket in buckets for tensor in bucket.layout.tensors]
+    scales = {tensor.name for tensor in tensors if tensor.dtype == SCALES}
+    before: list[TensorSpec] = []
+    computed: set[str] = set()
+    for tensor in tensors:
+        origin, scale = traced.tensors.get(tensor.name), tensor.name + SCALE_SUFFIX
+        if tensor.dtype != VALUES or origin is None or origin.dtype == VALUES:
+            continue
+        is_matrix = len(origin.shape) == 2 and 0 not in origin.shape
+        if scale not in scales or origin.shape != tensor.shape or not is_matrix:
+            raise NotTraceable(
+                f"{tensor.name} is quantised from {list(origin.shape)} to {list(tensor.shape)}: "
+                "engines quantise matrices alone, with scales of their own"
+            )
+        if not origin.dtype.is_floating_point:
+            raise NotTraceable(f"{tensor.name} is quantised from {origin.dtype}")
+        before.append((tensor.name, origin.shape, origin.dtype))
+        computed |= {tensor.name, scale}
+    return BucketLayout.pack(before), frozenset(computed)
+
+
+def _without(layout: BucketLayout, names: Collection[str]) -> BucketLayout:
+    """Return a layout without some tensors. The others stay where they are."""
+    if not names:
+        return layout
+    left = tuple(tensor for tensor in layout.tensors if tensor.name not in names)
+    return BucketLayout(left, layout.nbytes)
 
 
 def pieces_of(
