@@ -16,9 +16,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from sglang_loader.common.bucket_source import CopyFrom
 from sglang_loader.common.copies.quantizer import Matrix, blocks_across

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import msgspec
+from msgspec.structs import replace
 
 from sglang_loader.common.layout import BucketLayout, dtype_name, dtype_of
 from sglang_loader.common.regions.geometry import StridedCopy
