@@ -9,22 +9,28 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from contract.load_plan_proof import LAYOUTS, load_eagerly, prove, split
+from contract.load_plan_proof import LAYOUTS, load_eagerly, prove, run_table, split
 from contract.tiny_architectures import (
     Ranks,
     prepare_process,
+    random_weights,
+    read_checkpoint,
     start_world,
     stop_process_groups,
 )
 from contract.tiny_engine import TinyEngine
 from contract.weight_check_proof import check, specs_of
+from sglang_loader.common.quantization import Quantization
 from sglang_loader.load_plan.destinations import collect_destinations
-from support.plan_check import snapshot, uncovered
+from sglang_loader.load_plan.executor import PlanExecutor
+from support.plan_check import differing, packed, planned, snapshot, uncovered
+from support.scattered import Scattered
 from support.served_models import case_of, model_override, quantizer
 
 prepare_process()
 
 FP8 = torch.float8_e4m3fn
+QUANTIZATION = Quantization("torch", (128, 128), "bfloat16")
 
 
 @pytest.fixture
@@ -103,11 +109,11 @@ def test_an_export_that_fails_fails_as_it_did(quantize):
         next(sent)
 
 
-def test_the_rollout_sends_fp8_and_names_no_source(quantize):
-    """What the engine gets is not in the trainer's memory: it is exported at every sync."""
+def test_the_rollout_sends_fp8_and_names_the_source(quantize):
+    """The engine can make what it gets of what is in the trainer's memory."""
     from verl.utils.sglang.sglang_fp8_utils import build_sglang_fp8_quant_config
 
-    from verl_sglang_sync.sources.export import Reexport
+    from verl_sglang_sync.sources.export import Reexport, quantization_of, unquantized
     from verl_sglang_sync.verl.engine_format import EngineFormat
 
     state = dict(weights())
@@ -118,7 +124,11 @@ def test_the_rollout_sends_fp8_and_names_no_source(quantize):
     exact = EngineFormat.of_rollout({"quantization": None}, hf_config)
     assert exact.applied(export).sources is not None
     sent = EngineFormat.of_rollout({"quantization": "fp8"}, hf_config).applied(export)
-    assert sent.sources is None
+    assert sent.sources() is state
+    assert list(unquantized(sent)) == list(state.items())
+    quantization = quantization_of(sent)
+    assert (quantization.method, quantization.block) == ("torch", (128, 128))
+    assert quantization.dtype == torch.bfloat16 and quantization_of(export) is None
     names = [name for name, tensor in sent if tensor.dtype == FP8]
     assert names == [name for name in state if "_proj" in name]
     assert [name for name, tensor in sent if tensor.dtype == FP8] == names, "made anew"
@@ -128,8 +138,12 @@ def test_the_rollout_sends_fp8_and_names_no_source(quantize):
 def engine_of(tmp_path, ranks, quantize):
     """Makes a model in fp8 that was loaded once, and two sets of quantised weights."""
     options = {"sent_as": quantize, "quantization": "fp8"}
-    options["json_model_override_args"] = model_override()
-    return lambda name: TinyEngine(case_of(name), tmp_path / "model", ranks, **options)
+
+    def make(name):
+        options["json_model_override_args"] = model_override()
+        return TinyEngine(case_of(name), tmp_path / "model", ranks, **options)
+
+    return make
 
 
 def precise(weights):
@@ -152,6 +166,43 @@ def test_replay_is_byte_identical(name, engine_of):
     for how in LAYOUTS:
         plan = prove(engine.model, engine.first, engine.second, how)
         assert uncovered(plan, "parameter") == []
+
+
+MLA = "q_a_proj,q_b_proj,fused_qkv_a_proj_with_mqa,kv_a_proj_with_mqa,kv_b_proj"
+"""What verl's quantiser leaves as it is, and SGLang's models have in fp8 unless told otherwise."""
+
+
+@pytest.mark.parametrize(
+    ("name", "ignored"),
+    [
+        ("qwen3", ""),
+        ("qwen3-moe", ""),
+        ("qwen2-moe", "shared_expert_gate"),
+        ("deepseek-v2-lite", MLA),
+        ("deepseek-v3", MLA),
+    ],
+)
+def test_the_table_quantises_what_it_reads(name, ignored, engine_of, tmp_path, monkeypatch):
+    """The bytes are those that `load_weights` leaves of verl's own export."""
+    monkeypatch.setenv("SGLANG_FP8_IGNORED_LAYERS", ignored)
+    engine = engine_of(name)
+    for published in (engine.specs, None):
+        assert not check(engine.model, engine.specs, published=published).mismatched
+    like = read_checkpoint(case_of(name), tmp_path / "model")
+    source = packed([(key, tensor.bfloat16()) for key, tensor in random_weights(like, 2)])
+    for how in LAYOUTS:
+        plan = planned(engine.model, *map(packed, split(engine.first, how)))
+        load_eagerly(engine.model, split(engine.second, how))
+        expected = snapshot(plan.destinations)
+        executor = PlanExecutor(plan, engine.model.load_weights)
+        layouts = [bucket.layout for bucket in plan.buckets]
+        for num_ranks, num_mapped in ((1, 1), (3, 2), (2, 0)):
+            load_eagerly(engine.model, split(engine.first, how))
+            assert differing(plan.destinations, expected)
+            scattered = Scattered([source[0]], num_ranks, num_ranks, QUANTIZATION, layouts)
+            shards = scattered.shards([source[1]], num_ranks - 1, num_mapped)
+            run_table(executor, scattered, shards)
+            assert differing(plan.destinations, expected) == ()
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from unit.serving_engine import ServingEngine, colocated, synced
 from unit.trainer_ranks import trainer_ranks
 from verl_sglang_sync import WeightSyncError
 from verl_sglang_sync.routes.route import Recovery
+from verl_sglang_sync.sources.export import unquantized
 
 CPU = torch.device("cpu")
 TP = 2
@@ -162,12 +163,18 @@ def full_tensors(export):
     return tensors
 
 
+def exported_tensors(export):
+    """Return what an export gives, by name, also if it is quantised."""
+    tensors, made = full_tensors(unquantized(export)), getattr(export, "quantized", None)
+    return tensors if made is None else dict(made.quantize(tensors.items()))
+
+
 def parts_of(name, tensor, rank):
     """What an engine rank keeps of a tensor: a share of rows, columns or experts, or even less."""
     if ".experts." in name:
         expert = int(name.partition(".experts.")[2].partition(".")[0])
         return [tensor] if expert % TP == rank else []
-    if tensor.dim() < 2:
+    if tensor.dim() < 2 or len(tensor) < TP:
         return [tensor]
     if name.endswith(("o_proj.weight", "down_proj.weight")):
         return [tensor.chunk(TP, dim=-1)[rank]]
@@ -201,8 +208,13 @@ class EngineModel(torch.nn.Module):
             name
             for name, tensor in export.items()
             for have, want in zip(self.parts[name], parts_of(name, tensor, self.rank), strict=True)
-            if not torch.equal(have, want)
+            if not torch.equal(bytes_of(have), bytes_of(want))
         ]
+
+
+def bytes_of(tensor):
+    """Return a tensor's bytes. Numbers of 8 bits cannot be compared."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 @dataclass
@@ -266,8 +278,8 @@ class Rank:
             for tensor in [*self.model.parameters(), *self.model.buffers()]:
                 local_of(tensor).untyped_storage().share_memory_()
         ranks, is_leader = trainer_ranks(TP)
-        self.export = export_of(self.model, is_offloaded=is_offloaded)
-        exported = list(full_tensors(self.export).items())
+        self.export = self.exports(export_of(self.model, is_offloaded=is_offloaded))
+        exported = list(exported_tensors(self.export).items())
         self.engine = ServingEngine(tp=TP) if is_leader else None
         if self.engine is not None:
             self.engine.models = [EngineModel(rank, exported) for rank in range(TP)]
@@ -296,6 +308,10 @@ class Rank:
             return Recovery[self.seen.recoveries[-1]]
 
         self.route._record, self.route.recover = recorded, recovered
+
+    def exports(self, export):
+        """Make what this rank exports of verl's export."""
+        return export
 
     def sync(self):
         report = None
@@ -331,8 +347,8 @@ class Rank:
 
     def wrong(self):
         """What this rank's engine has other than the export would give now."""
-        full = full_tensors(self.export)
-        assert any(tensor.any() for tensor in full.values())
+        full = exported_tensors(self.export)
+        assert any(bytes_of(tensor).any() for tensor in full.values())
         models = self.engine.models if self.engine is not None else ()
         return [name for model in models for name in model.wrong(full)]
 

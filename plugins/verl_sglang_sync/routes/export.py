@@ -26,6 +26,8 @@ class ExportedBuckets(SyncSource):
             iterates the export, because the collectives of the export need every rank.
         comparison: compares the export with the parameters. The engine loads the previous bucket
             at the same time. None if no route wants the comparison.
+        compares_buckets: the buckets are compared. False if the export is quantised: then `export`
+            adds the tensors to the comparison before that.
     """
 
     export: Export
@@ -34,6 +36,7 @@ class ExportedBuckets(SyncSource):
     report: SyncReport
     _: KW_ONLY
     comparison: Comparison | None = None
+    compares_buckets: bool = True
 
     def __post_init__(self) -> None:
         self._buckets = self._packed()
@@ -71,7 +74,7 @@ class ExportedBuckets(SyncSource):
                 ready = replace(ready, storage=storage)
                 held = self.ring.nbytes
                 self.report.staging_bytes = max(self.report.staging_bytes, held)
-            if self.comparison is not None:
+            if self.comparison is not None and self.compares_buckets:
                 with self.report.stage("learn"):
                     self.comparison.add(batch.named)
             del batch

@@ -58,8 +58,8 @@ logger = logging.getLogger(__name__)
 
 NOT_TRACEABLE = (
     "weights are exported in full: the export does not name the parameters that it yields "
-    "unchanged (verl's export does so with FSDP and with Megatron-Bridge, but not with LoRA, "
-    "mbridge or fp8, and not in an engine class of your own)"
+    "unchanged (verl's export does so with FSDP and with Megatron-Bridge, but not with LoRA or "
+    "mbridge, and not in an engine class of your own)"
 )
 
 

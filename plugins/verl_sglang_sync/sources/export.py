@@ -5,19 +5,23 @@
 
 verl gives the rollout one generator, which can be iterated over once. A `Reexport` calls verl's
 method anew for each iteration, so that a sync can be made again, and the export be traced.
+
+An export in fp8 is computed from another one, which has the bytes of the parameters. The other one
+is traced and compared: `unquantized`, `observed`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 
 from sglang_loader.common.digest import tensor_digest
+from sglang_loader.common.quantization import Quantization
 
 NamedTensor = tuple[str, torch.Tensor]
 
@@ -34,10 +38,18 @@ class TensorsDiffer(ValueError):
 
 
 class Export:
-    """The trainer's export for one sync. A tied embedding comes once, even if exported twice."""
+    """The trainer's export for one sync. A tied embedding comes once, even if exported twice.
 
-    def __init__(self, weights: Iterable[NamedTensor]) -> None:
-        self._source = _generator_of(weights)
+    Args:
+        observe: gets each tensor as it is before it is quantised. See `observed`.
+    """
+
+    def __init__(
+        self,
+        weights: Iterable[NamedTensor],
+        observe: Callable[[Iterable[NamedTensor]], object] | None = None,
+    ) -> None:
+        self._source = _generator_of(weights if observe is None else observed(weights, observe))
         self._embeddings: dict[str, tuple[torch.Size, torch.Tensor]] = {}
         # An export that names its sources has each tensor once. Skip the digests there: the first
         # one compiles a kernel while the engines wait for the first bucket.
@@ -88,6 +100,21 @@ def _generator_of(weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
     yield from weights
 
 
+@dataclass(frozen=True)
+class Quantized:
+    """The making of an export in fp8.
+
+    Attributes:
+        weights: the export before it is quantised, with the same names.
+        quantize: quantises an export.
+        quantization: the facts by which an engine repeats that.
+    """
+
+    weights: Iterable[NamedTensor]
+    quantize: Callable[[Iterable[NamedTensor]], Iterable[NamedTensor]]
+    quantization: Quantization
+
+
 @dataclass(eq=False)
 class Reexport(Iterable[NamedTensor]):
     """An export that is made anew for every iteration.
@@ -99,12 +126,15 @@ class Reexport(Iterable[NamedTensor]):
             changes something, or if names or shapes depend on values.
         adapter: makes the export of a LoRA adapter on top of these weights. None if there is no
             adapter, or if it is merged into the weights.
+        quantized: how the export was quantised, or None. `sources` are then those of the export
+            before that.
     """
 
     make: Callable[[], Iterable[NamedTensor]]
     first: Iterable[NamedTensor] | None = None
     sources: Callable[[], Mapping[str, torch.Tensor]] | None = None
     adapter: AdapterExport | None = None
+    quantized: Quantized | None = None
 
     def __iter__(self) -> Iterator[NamedTensor]:
         first, self.first = self.first, None
@@ -120,16 +150,53 @@ def is_repeatable(weights: Iterable[NamedTensor]) -> bool:
 def transformed(
     weights: Iterable[NamedTensor],
     step: Callable[[Iterable[NamedTensor]], Iterable[NamedTensor]],
-    *,
-    computes: bool = False,
 ) -> Iterable[NamedTensor]:
-    """Apply `step` to an export. The result can be repeated if `weights` can.
+    """Apply `step`, which computes nothing, to an export.
 
-    Args:
-        computes: True if the step changes values. The result then names no sources.
+    The result can be repeated if `weights` can.
     """
     if not is_repeatable(weights):
         return step(weights)
-    sources = None if computes else getattr(weights, "sources", None)
-    adapter = getattr(weights, "adapter", None)
+    sources, adapter = getattr(weights, "sources", None), getattr(weights, "adapter", None)
     return Reexport(partial(step, weights), sources=sources, adapter=adapter)
+
+
+def quantized_export(made: Quantized) -> Iterable[NamedTensor]:
+    """Quantise an export. The result can be repeated if `made.weights` can."""
+    export = transformed(made.weights, made.quantize)
+    return replace(export, quantized=made) if isinstance(export, Reexport) else export
+
+
+def _making_of(export: object) -> Quantized | None:
+    made: Quantized | None = getattr(export, "quantized", None)
+    return made
+
+
+def unquantized(export: Iterable[NamedTensor]) -> Iterable[NamedTensor]:
+    """Return the export before it is quantised. An export that is not quantised is returned."""
+    made = _making_of(export)
+    return export if made is None else made.weights
+
+
+def quantization_of(export: Iterable[NamedTensor]) -> Quantization | None:
+    """Return how an export is quantised, or None if it is not."""
+    made = _making_of(export)
+    return None if made is None else made.quantization
+
+
+def observed(
+    export: Iterable[NamedTensor], observe: Callable[[Iterable[NamedTensor]], object]
+) -> Iterable[NamedTensor]:
+    """Return an export for one iteration, of which `observe` gets each tensor, not quantised."""
+    weights = _observed(unquantized(export), observe)
+    made = _making_of(export)
+    return weights if made is None else made.quantize(weights)
+
+
+def _observed(
+    export: Iterable[NamedTensor], observe: Callable[[Iterable[NamedTensor]], object]
+) -> Iterator[NamedTensor]:
+    for item in export:
+        observe([item])
+        yield item
+        del item  # frees the memory for the next tensor

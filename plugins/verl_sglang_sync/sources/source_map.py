@@ -38,7 +38,7 @@ import torch
 from sglang_loader.common.ranks import Ranks, Reason, attempt
 from verl_sglang_sync.ranks import own_rank, world_size
 from verl_sglang_sync.sources.comparison import Comparison
-from verl_sglang_sync.sources.export import NamedTensor
+from verl_sglang_sync.sources.export import NamedTensor, quantization_of, unquantized
 from verl_sglang_sync.sources.export_trace import (
     NotTraceable,
     TracedExport,
@@ -149,7 +149,8 @@ class SourceMap:
             is_first = checksums.index(own.structure_checksum) == own_rank()
             traces = self._ranks.gather(traced if is_first else None)
             try:
-                self._trace = merge_traces(summaries, traces), snapshot
+                merged = merge_traces(summaries, traces)
+                self._trace = replace(merged, quantization=traced.quantization), snapshot
             except NotTraceable as error:
                 return Reason(str(error), is_final=True)
         return None
@@ -180,8 +181,9 @@ class SourceMap:
             traced = trace(self._device)
         else:
             traced = trace_export(
-                export, sources=sources, world_size=world_size(), device=self._device
+                unquantized(export), sources=sources, world_size=world_size(), device=self._device
             )
+        traced = replace(traced, quantization=quantization_of(export))
         return traced, SourcesSnapshot(sources(), with_addresses=False)
 
 

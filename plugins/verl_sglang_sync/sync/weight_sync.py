@@ -46,7 +46,12 @@ from verl_sglang_sync.routes.route import (
     SyncSource,
 )
 from verl_sglang_sync.routes.staging_ring import StagingRing
-from verl_sglang_sync.sources.export import Export, NamedTensor, is_repeatable
+from verl_sglang_sync.sources.export import (
+    Export,
+    NamedTensor,
+    is_repeatable,
+    quantization_of,
+)
 from verl_sglang_sync.sync.engines import ColocatedEngine, RemoteEngines, SyncTask
 from verl_sglang_sync.sync.sessions import FallbackRefused, Sessions, SyncFailed
 
@@ -386,12 +391,15 @@ class WeightSync:
         if sync_pass.may_be_followed and self._route.wants_comparison(weights):
             with report.stage("learn"):
                 comparison = self._source_map.begin_comparison(weights)
+        is_quantized = quantization_of(weights) is not None
+        observe = comparison.add if comparison is not None and is_quantized else None
         return ExportedBuckets(
-            Export(weights),
+            Export(weights, observe),
             self._cutter,
             self._ring,
             report,
             comparison=comparison,
+            compares_buckets=not is_quantized,
         )
 
     def _prepare_to_learn(self, task: SyncTask, learns: bool) -> None:

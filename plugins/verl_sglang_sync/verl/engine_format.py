@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 
-from verl_sglang_sync.sources.export import NamedTensor, transformed
+from sglang_loader.common.quantization import Quantization
+from verl_sglang_sync.sources.export import NamedTensor, Quantized, quantized_export, transformed
 
 
 class NotQuantized(ValueError):
@@ -85,11 +87,40 @@ class EngineFormat:
             from verl.utils.sglang.sglang_fp8_utils import SGLangFP8QuantizerHelper
 
             config, dtype = self.fp8
-            quantizer = SGLangFP8QuantizerHelper(config)
-            quantize = partial(quantized, quantizer=quantizer, dtype=dtype)
-            # Computed weights are not bytes of the parameters, and cannot be traced.
-            weights = transformed(weights, quantize, computes=True)
+            return quantized_by(weights, SGLangFP8QuantizerHelper(config), dtype)
         return transformed(weights, _without_base_layer)
+
+
+def quantized_by(
+    weights: Iterable[NamedTensor], quantizer: Any, dtype: torch.dtype
+) -> Iterable[NamedTensor]:
+    """Quantise an export by verl's quantiser, in a form that engines can repeat themselves.
+
+    The result can be repeated if `weights` can. Its names are those without `base_layer`.
+
+    Args:
+        quantizer: verl's `SGLangFP8QuantizerHelper`.
+        dtype: dtype in which scales are computed.
+    """
+    return quantized_export(
+        Quantized(
+            transformed(weights, _without_base_layer),
+            partial(quantized, quantizer=quantizer, dtype=dtype),
+            quantization_by(quantizer, dtype),
+        )
+    )
+
+
+def quantization_by(quantizer: Any, dtype: torch.dtype) -> Quantization:
+    """Describe what verl's quantiser does."""
+    from verl.utils.kernel import fp8_kernel
+
+    config = quantizer.quant_config
+    is_dict = isinstance(config, Mapping)
+    block = config["weight_block_size"] if is_dict else config.weight_block_size
+    uses_triton = fp8_kernel.is_triton_available() and not fp8_kernel._DISABLE_TRITON_FP8
+    fields = "triton" if uses_triton else "torch", block, str(dtype).removeprefix("torch.")
+    return msgspec.convert(fields, Quantization)
 
 
 def _without_base_layer(weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:

@@ -63,7 +63,7 @@ from verl_sglang_sync.routes.table.sending import Sender, SendPlan, all_to_all_b
 from verl_sglang_sync.routes.table.transports import RoundsInSync, Transport
 from verl_sglang_sync.routes.table.weight_map import MemoryTable
 from verl_sglang_sync.routes.table.wires import Wires
-from verl_sglang_sync.sources.export import NamedTensor
+from verl_sglang_sync.sources.export import NamedTensor, unquantized
 from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport
 from verl_sglang_sync.sources.host_memory import HOST_MEMORY
 from verl_sglang_sync.sources.memory_blocks import Block, BlockNames, share_block
@@ -287,7 +287,7 @@ class TableRoute(Route):
         new_export: Iterable[NamedTensor] = ()
         if comparison is None or not self._source_map.is_current(comparison, sync.weights):
             comparison = self._source_map.begin_comparison(sync.weights)
-            new_export = sync.weights if comparison.traced is not None else ()
+            new_export = unquantized(sync.weights) if comparison.traced is not None else ()
         if comparison.traced is not None:
             self._check_current(comparison.traced, sync.weights)
 
