@@ -33,7 +33,7 @@ from verl_sglang_sync.commands.bench.arms import (
     notes_of,
 )
 from verl_sglang_sync.commands.bench.colocated import HostCopy
-from verl_sglang_sync.commands.bench.engine_server import engine_server, wait_until_healthy
+from verl_sglang_sync.commands.bench.engine_server import DUMMY, engine_server, wait_until_healthy
 from verl_sglang_sync.commands.bench.model_shapes import MODELS
 from verl_sglang_sync.commands.bench.results_file import medians
 
@@ -70,6 +70,7 @@ def measure(
     folder: Path,
     bucket_bytes: int = BUCKET_BYTES,
     environment: Mapping[str, str] | None = None,
+    engine_arguments: tuple[str, ...] = (),
 ) -> list[dict[str, Any]]:
     """A row for each arm, up to one that fails.
 
@@ -79,13 +80,14 @@ def measure(
         ranks: of the trainer, in all.
         tp: ranks of each engine.
         environment: of the ranks' processes, beside this one's.
+        engine_arguments: more of SGLang's.
     """
     lines = folder / f"arms-{model}-{ranks}-{tp}.jsonl"
     lines.write_text("")
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     where = {"tp": tp, "device": device, "backend": backend, "environment": environment}
     with (
-        _engines(config, model, ranks, tp, device, folder) as logs,
+        _engines(config, model, ranks, tp, device, folder, engine_arguments) as logs,
         Ranks(folder, list(logs), **where) as trainers,
     ):
         args = make_export, arms, str(config), runs, bucket_bytes, lines
@@ -101,7 +103,13 @@ def measure(
 
 @contextmanager
 def _engines(
-    config: Path, model: str, ranks: int, tp: int, device: str, folder: Path
+    config: Path,
+    model: str,
+    ranks: int,
+    tp: int,
+    device: str,
+    folder: Path,
+    arguments: tuple[str, ...],
 ) -> Iterator[dict[str, Path]]:
     """Starts engines of `tp` ranks each, one behind the other on the trainer ranks' GPUs: the log
     of each by its URL.
@@ -119,6 +127,7 @@ def _engines(
                     log=log,
                     tp=tp,
                     first_gpu=first,
+                    extra=(*DUMMY, *arguments),
                     wait=False,
                 )
             ): log
