@@ -7,14 +7,17 @@
 # `make test PYTHON=python3.12` runs everything with another Python: the hash covers its version, and `.venv`
 # is made anew when it changes. `make test SGLANG=0.5.17` likewise, with another SGLang; 0.5.20
 # and 0.5.23 are the others. 0.5.20 gets an empty cuda-tile; `make surface` is what was run with it.
+#
+# `make test-slow PYTHON=python3.12 BRIDGE=0.5.0`, or 0.6.2, likewise with another Megatron-Bridge, which needs Python 3.12.
 
 SHELL := /bin/bash
 PYTHON ?= python3.11
 CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/verl-sglang-sync
 SGLANG ?= 0.5.14
+BRIDGE ?= 0.3.1
 ENVIRONMENT = tests/support/environment.py
-# Empty where PYTHON is not there.
-KEY := $(shell $(PYTHON) $(ENVIRONMENT) key $(SGLANG))
+# Empty where PYTHON is not there, or cannot have such releases: the reason is on stderr.
+KEY := $(shell $(PYTHON) $(ENVIRONMENT) key $(SGLANG) $(BRIDGE))
 DEPS := $(CACHE)/$(KEY)
 # Newer SGLangs import GPU kernels everywhere; not empty where there is no GPU for them.
 STAND_INS = $(if $(wildcard /dev/nvidiactl),,$(filter-out 0.5.14,$(SGLANG)))
@@ -32,12 +35,13 @@ help: ## show the targets
 setup: .venv/.ready-$(KEY) ## build the environment (once per machine) and this clone's .venv
 
 $(DEPS)/.complete:
-	@test -n "$(KEY)" || { echo "PYTHON=$(PYTHON): no such Python; name one that is 3.11 or 3.12" >&2; exit 1; }
+	@$(PYTHON) --version > /dev/null || { echo "PYTHON=$(PYTHON): no such Python; name one that is 3.11 or 3.12" >&2; exit 1; }
+	@test -n "$(KEY)"
 	@mkdir -p $(CACHE)
 	@echo "building the dependency cache (about 3 minutes, 11 GB)"
 	@flock $(CACHE)/$(KEY).lock bash -euo pipefail -c '\
 	  if [ ! -f $(DEPS)/.complete ]; then \
-	    rm -rf $(DEPS); $(PYTHON) $(ENVIRONMENT) build $(SGLANG) $(DEPS) $(NO_INDEX_WARNINGS); \
+	    rm -rf $(DEPS); $(PYTHON) $(ENVIRONMENT) build $(SGLANG) $(BRIDGE) $(DEPS) $(NO_INDEX_WARNINGS); \
 	    touch $(DEPS)/.complete; \
 	  fi'
 
