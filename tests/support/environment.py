@@ -33,7 +33,7 @@ STAND_INS = "--find-links={stand_ins}"
 WITH_CUDA_TILE = ((0, 5, 18), (0, 5, 22))
 CUDA_TILE = "cuda_tile-1.6.0rc5"
 BRIDGE = "megatron-bridge"
-NEWER_BRIDGES = {"0.5.0": "megatron-core==0.18.2", "0.6.2": "megatron-core==0.18.2"}
+NEWER_BRIDGES = {"0.5.0": "megatron-core==0.18.2", "0.6.2": "megatron-core==0.19.2"}
 """Releases of Megatron-Bridge beside the default one, and the megatron-core of each."""
 BRIDGES_PYTHON = (3, 12)
 """The one Python that the newer releases of Megatron-Bridge are for."""
