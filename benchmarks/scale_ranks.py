@@ -117,7 +117,7 @@ def _stage(case: Case, stage: int) -> tuple[dict[str, TracedTensor], list[Kind]]
         number = numbers.setdefault(kind, len(numbers))
         origin = Origin(number, ByteMap.of(weight.region(num_shards)))
         shape = (weight.rows, weight.columns)
-        tensors[weight.name] = TracedTensor(torch.bfloat16, shape, origin)
+        tensors[weight.name] = TracedTensor(torch.bfloat16, shape, (origin,))
     return tensors, list(numbers)
 
 

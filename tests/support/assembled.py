@@ -27,11 +27,14 @@ def misplaced(export: Iterable[tuple[str, torch.Tensor]], source_map: Any, ranks
     everyones, wrong = ranks.gather(own), []
     for name, tensor in full.items():
         found = traced.tensors[name]
-        number, owners = found.origin.parameter, traced.owners[found.origin.parameter]
-        shards = range(len(owners.starts))
-        memory = torch.cat([everyones[owners.owner_of(i, rank)][number] for i in shards])
-        sizes, strides = zip(*found.origin.bytes.dims, strict=True)
-        there = memory.as_strided(sizes, strides, found.origin.bytes.offset).flatten()
+        parts = []
+        for origin in found.origins:
+            number, owners = origin.parameter, traced.owners[origin.parameter]
+            shards = range(len(owners.starts))
+            memory = torch.cat([everyones[owners.owner_of(i, rank)][number] for i in shards])
+            sizes, strides = zip(*origin.bytes.dims, strict=True)
+            parts.append(memory.as_strided(sizes, strides, origin.bytes.offset).flatten())
+        there = torch.cat(parts)
         is_alike = (found.dtype, found.shape) == (tensor.dtype, tuple(tensor.shape))
         here = tensor.contiguous().flatten().view(torch.uint8)
         if not is_alike or not torch.equal(there, here):

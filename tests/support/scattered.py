@@ -78,12 +78,12 @@ class Scattered:
             places = ByteMap(0, tuple(dim for dim in dims if dim[0] > 1) or ((1, 1),))
             starts = tuple(rank * rows * part for rank in every)
             owners = Owners(starts, tuple((rank,) for rank in every), first.nbytes)
-            tensors[first.name] = TracedTensor(first.dtype, first.shape, Origin(number, places))
+            tensors[first.name] = TracedTensor(first.dtype, first.shape, (Origin(number, places),))
         else:
             for tensor in waiting:
                 places = ByteMap(offset, ((max(1, tensor.nbytes), 1),))
                 origin = Origin(number, places)
-                tensors[tensor.name] = TracedTensor(tensor.dtype, tensor.shape, origin)
+                tensors[tensor.name] = TracedTensor(tensor.dtype, tensor.shape, (origin,))
                 offset += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
             owners = shards_of_rows(offset // ALIGNMENT, ALIGNMENT, every)
             if self._random.random() < 0.3:
@@ -102,7 +102,7 @@ class Scattered:
         parts = [torch.zeros(owners.nbytes, dtype=torch.uint8) for owners in self.traced.owners]
         for layout, buffer in zip(self._layouts, buffers, strict=True):
             for tensor in layout.tensors:
-                origin = self.traced.tensors[tensor.name].origin
+                (origin,) = self.traced.tensors[tensor.name].origins
                 sizes = [count for count, _ in origin.bytes.dims]
                 strides = [stride for _, stride in origin.bytes.dims]
                 if tensor.nbytes:

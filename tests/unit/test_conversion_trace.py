@@ -71,6 +71,14 @@ def experts(tensor):
         yield f"experts.{i}.weight", expert.t()
 
 
+def stacked(first, second):
+    """Two experts on every expert parallel rank, exported as one tensor, transposed."""
+    local = [torch.cat(gathered(each, tensor_parallel())) for each in (first, second)]
+    by_rank = zip(*(gathered(each, expert_parallel()) for each in local), strict=True)
+    whole = torch.stack([expert for ranks_own in by_rank for expert in ranks_own])
+    yield "experts.weight", whole.transpose(-1, -2).contiguous()
+
+
 def replicated(tensor):
     yield "norm.weight", tensor
 
@@ -83,7 +91,7 @@ def from_the_second(tensor):
     yield "bias", tensor
 
 
-GOOD = (fused, row_parallel, experts, replicated, from_the_second)
+GOOD = (fused, row_parallel, experts, stacked, replicated, from_the_second)
 
 
 def plus_one(tensor):
@@ -113,6 +121,14 @@ def by_value(tensor):
     yield f"t{int(tensor.flatten()[0]) % 3}", tensor
 
 
+def in_turns(first, second):
+    yield "t", torch.stack((first, second), dim=-1)
+
+
+def added(first, second):
+    yield "t", first + second
+
+
 def an_object(tensor):
     said = [None, None]
     dist.all_gather_object(said, "rank", group=tensor_parallel())
@@ -132,9 +148,17 @@ def sources():
         "fused": parameter((6, 4), tp),
         "row_parallel": parameter((5, 6), tp),
         "experts": parameter((4, 6), rank),
+        "stacked.0": parameter((4, 6), 10 + rank),
+        "stacked.1": parameter((4, 6), 20 + rank),
         "replicated": parameter((7,), 9),
         "from_the_second": parameter((3,), tp),
     }
+
+
+def names_of(conversion):
+    """Names among the sources of what it takes: its own, or several numbered ones."""
+    num, name = conversion.__code__.co_argcount, conversion.__name__
+    return (name,) if num == 1 else tuple(f"{name}.{i}" for i in range(num))
 
 
 class State:
@@ -149,8 +173,11 @@ class State:
     def trace(self, device):
         from verl_sglang_sync.sources.conversion_trace import Conversion, trace_conversions
 
-        tensors = sources()
-        given = [Conversion(f.__name__, "a kind", tensors[f.__name__], f) for f in self.conversions]
+        tensors, given = sources(), []
+        for convert in self.conversions:
+            names = names_of(convert)
+            parameters = tuple(tensors[name] for name in names)
+            given.append(Conversion(names, "a kind", parameters, convert))
         return trace_conversions(given, rank=dist.get_rank(), world_size=4, device=device)
 
 
@@ -158,7 +185,8 @@ def export_of(conversions):
     from verl_sglang_sync.sources.export import Reexport
 
     def export():
-        return (pair for f in conversions for pair in f(sources()[f.__name__]))
+        tensors = sources()
+        return (pair for f in conversions for pair in f(*(tensors[name] for name in names_of(f))))
 
     return Reexport(export, sources=State(conversions))
 
@@ -173,7 +201,7 @@ def trace_and_assemble():
     traced = source_map.traced
     wrong = misplaced(export, source_map, group)
     holders = {
-        name: traced.parameters[tensor.origin.parameter].owners.holders
+        name: [traced.parameters[origin.parameter].owners.holders for origin in tensor.origins]
         for name, tensor in traced.tensors.items()
     }
     return sorted(dict(export)), wrong, holders
@@ -185,9 +213,10 @@ def refused(conversion, kind):
 
     tensor_parallel()
     zeros = torch.zeros(2, 3, dtype=torch.bfloat16)
+    names = names_of(conversion)
     given = [
-        Conversion("good", "a kind", zeros, lambda tensor: [("good", tensor)]),
-        Conversion(conversion.__name__, kind, zeros, conversion),
+        Conversion(("good",), "a kind", (zeros,), lambda tensor: [("good", tensor)]),
+        Conversion(names, kind, (zeros,) * len(names), conversion),
     ]
     with pytest.raises(NotTraceable) as error:
         trace_conversions(given, rank=dist.get_rank(), world_size=4, device=CPU)
@@ -196,16 +225,17 @@ def refused(conversion, kind):
 
 def test_every_tensor_equals_its_traced_bytes(pool):
     for names, wrong, holders in pool.run(trace_and_assemble):
-        assert len(names) == 8
+        assert len(names) == 9
         assert wrong == []
         by_tensor_parallel_rank = ((0, 2), (1, 3))
         assert holders == {
-            **dict.fromkeys(("q.weight", "k.weight", "v.weight"), by_tensor_parallel_rank),
-            "o.weight": by_tensor_parallel_rank,
-            "experts.0.weight": ((0,), (1,)),
-            "experts.1.weight": ((2,), (3,)),
-            "norm.weight": ((0, 1, 2, 3),),
-            "bias": ((1, 3),),
+            **{name: [by_tensor_parallel_rank] for name in ("q.weight", "k.weight", "v.weight")},
+            "o.weight": [by_tensor_parallel_rank],
+            "experts.0.weight": [((0,), (1,))],
+            "experts.1.weight": [((2,), (3,))],
+            "experts.weight": [((0,), (1,))] * 2 + [((2,), (3,))] * 2,
+            "norm.weight": [((0, 1, 2, 3),)],
+            "bias": [((1, 3),)],
         }
 
 
@@ -219,6 +249,8 @@ def test_every_tensor_equals_its_traced_bytes(pool):
         (shuffled, "t is no strided set"),
         (by_value, "what by_value becomes depends on its values"),
         (an_object, "the export communicates"),
+        (in_turns, "t has the bytes of several parameters in turns"),
+        (added, "t is computed"),
     ],
 )
 def test_what_is_not_the_parameters_bytes_is_refused(pool, conversion, reason):
@@ -236,19 +268,27 @@ def test_codes_beyond_32_bits_have_64(number, monkeypatch):
     from verl_sglang_sync.sources.conversion_trace import _Codes
 
     world_size = 4 if number == torch.int32 else 1 << 30
-    codes = _Codes(torch.zeros(6), 3, world_size)
+    codes = _Codes(torch.zeros(6), 1, 3, world_size)
     assert codes.dtype == number
     scrambled = codes.scramble(codes.own)
     assert torch.equal(codes.unscramble(scrambled), codes.own)
     assert not (scrambled == codes.own).any()
     there = codes.of_rank(scrambled, 1, is_scrambled=True)
-    assert codes.unscramble(there).tolist() == [6, 7, 8, 9, 10, 11]
+    assert codes.unscramble(there).tolist() == [[6, 7, 8, 9, 10, 11]]
+
+
+def test_parameters_that_differ_are_not_traced_together():
+    from verl_sglang_sync.sources.conversion_trace import Conversion, trace_conversions
+
+    given = Conversion(("a", "b"), "a kind", (torch.zeros(6), torch.zeros(4)), stacked)
+    with pytest.raises(NotTraceable, match="b is exported together with a, which has another"):
+        trace_conversions([given], rank=0, world_size=4, device=CPU)
 
 
 def test_ranks_with_different_traces_agree_on_nothing():
-    tensor = TracedTensor(torch.uint8, (4,), Origin(0, ByteMap(0, ((4, 1),))))
+    tensor = TracedTensor(torch.uint8, (4,), (Origin(0, ByteMap(0, ((4, 1),))),))
     first = TracedExport((TracedParameter("p", Owners((0,), ((0,),), 8)),), {"t": tensor})
-    other = msgspec.structs.replace(tensor, origin=Origin(0, ByteMap(4, ((4, 1),))))
+    other = msgspec.structs.replace(tensor, origins=(Origin(0, ByteMap(4, ((4, 1),))),))
     with pytest.raises(NotTraceable, match="the ranks traced different exports: t differs"):
         merged_of([first, replace(first, tensors={"t": other})])
 
@@ -260,7 +300,7 @@ def merged_of(traces):
 
 def test_ranks_that_traced_alike_hold_replicas():
     """The second and the third are known by their ranks alone."""
-    tensor = TracedTensor(torch.uint8, (4,), Origin(0, ByteMap(2, ((4, 1),))))
+    tensor = TracedTensor(torch.uint8, (4,), (Origin(0, ByteMap(2, ((4, 1),))),))
     traces = [
         TracedExport((TracedParameter("p", Owners((0, 4), ((a,), (b,)), 8)),), {"t": tensor})
         for a, b in ((0, 1), (0, 1), (2, 3))
@@ -274,14 +314,14 @@ def test_ranks_that_traced_alike_hold_replicas():
 
 def test_what_each_rank_knows_is_put_together():
     """Two pipeline stages, with parameters of one name."""
-    tensor = TracedTensor(torch.uint8, (4,), Origin(0, ByteMap(0, ((4, 1),))))
+    tensor = TracedTensor(torch.uint8, (4,), (Origin(0, ByteMap(0, ((4, 1),))),))
     stages = [
         TracedExport((TracedParameter("p", Owners((0,), ((rank,),), 4)),), {name: tensor})
         for rank, name in enumerate(("first", "second"))
     ]
     merged = merged_of(stages)
     assert [p.owners.holders for p in merged.parameters] == [((0,),), ((1,),)]
-    assert [t.origin.parameter for t in merged.tensors.values()] == [0, 1]
+    assert [t.origins[0].parameter for t in merged.tensors.values()] == [0, 1]
 
 
 @pytest.mark.parametrize(

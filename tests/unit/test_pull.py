@@ -340,7 +340,7 @@ def _sharded_exports(draw):
             name = f"t{number}.{part}"
             tensors.append(BucketTensor(name, (size,), torch.uint8, end))
             origin = Origin(number, ByteMap(first, ((max(size, 1), 1),)))
-            traced[name] = TracedTensor(torch.uint8, (size,), origin)
+            traced[name] = TracedTensor(torch.uint8, (size,), (origin,))
             exported[name] = full[-1][first : first + size]
             end += size
     layout = BucketLayout(tuple(tensors), end)
@@ -398,7 +398,7 @@ def test_a_rank_finds_its_shards_wrong_byte(case, data):
     for tensor in wrong:
         at = data.draw(st.integers(0, tensor.nbytes - 1))
         exported[tensor.name][at] += 1
-        origin = traced.tensors[tensor.name].origin
+        (origin,) = traced.tensors[tensor.name].origins
         ranges = traced.parameters[origin.parameter].owners
         place = origin.bytes.offset + at
         is_own = any(
@@ -421,7 +421,7 @@ def test_an_export_that_lacks_a_tensor_is_another():
     owners = held_by_all(4, 1)
     traced = TracedExport(
         (TracedParameter("p", owners),),
-        {"t": TracedTensor(torch.uint8, (4,), Origin(0, ByteMap(0, ((4, 1),))))},
+        {"t": TracedTensor(torch.uint8, (4,), (Origin(0, ByteMap(0, ((4, 1),))),))},
     )
     whole = torch.arange(4, dtype=torch.uint8)
     for name, expected in (
@@ -443,9 +443,10 @@ def _own_shards(owners):
 
 def test_a_tensor_spread_over_shards_is_one_piece():
     """A row-parallel weight of [4, 8] bytes: rank 0 has the left half of each row."""
+    places = ByteMap(0, ((4, 4), (2, 16), (4, 1)))
     traced = TracedExport(
         (TracedParameter("p", Owners((0, 16), ((0,), (1,)), 32)),),
-        {"t": TracedTensor(torch.uint8, (4, 8), Origin(0, ByteMap(0, ((4, 4), (2, 16), (4, 1)))))},
+        {"t": TracedTensor(torch.uint8, (4, 8), (Origin(0, places),))},
     )
     layout = BucketLayout((BucketTensor("t", (4, 8), torch.uint8, 8),), 40)
     encoded = weight_map_of([Bucket.of(layout, is_last=True)], traced)

@@ -100,21 +100,22 @@ class Comparison:
         if not exported.numel():
             return []
         flat = exported.detach().contiguous().view(-1).view(torch.uint8)
-        parameter = traced.origin.parameter
-        owners = self.traced.owners[parameter]
-        everything = StridedCopy(0, 0, int(flat.storage_offset()), (), flat.numel())
-        differences = []
-        for shard, copy in shard_copies(traced.origin.bytes, owners.starts, everything):
-            if owners.owner_of(shard, own_rank()) != own_rank():
-                continue
-            if (memory := self._shards.get(parameter)) is None:
-                source = self.traced.parameters[parameter].source
-                assert self._parameters is not None, "listed by the caller"
-                memory = self._shards[parameter] = memory_of(self._parameters[source])
-            whole, part = copy_views(copy, memory, flat)
-            # On one rank an export may return the parameter's own memory.
-            if part.data_ptr() != whole.data_ptr():
-                differences.append((part != whole).any())
+        differences, start = [], int(flat.storage_offset())
+        for origin in traced.origins:
+            parameter, owners = origin.parameter, self.traced.owners[origin.parameter]
+            everything = StridedCopy(0, 0, start, (), origin.bytes.nbytes)
+            start += origin.bytes.nbytes
+            for shard, copy in shard_copies(origin.bytes, owners.starts, everything):
+                if owners.owner_of(shard, own_rank()) != own_rank():
+                    continue
+                if (memory := self._shards.get(parameter)) is None:
+                    source = self.traced.parameters[parameter].source
+                    assert self._parameters is not None, "listed by the caller"
+                    memory = self._shards[parameter] = memory_of(self._parameters[source])
+                whole, part = copy_views(copy, memory, flat)
+                # On one rank an export may return the parameter's own memory.
+                if part.data_ptr() != whole.data_ptr():
+                    differences.append((part != whole).any())
         return differences
 
     def _wait(self) -> None:

@@ -1,11 +1,15 @@
 """Traces an export that converts parameter by parameter, as Megatron-Bridge does.
 
-    conversion = Conversion("0.decoder.layers.0.mlp.linear_fc1.weight", kind, parameter, convert)
+    name = "0.decoder.layers.0.mlp.linear_fc1.weight"
+    conversion = Conversion((name,), kind, (parameter,), convert)
     traced = trace_conversions([conversion, ...], rank=0, world_size=8, device=device)
 
 `convert` gathers a parameter from other ranks and makes exported tensors from it. The trace runs
 `convert` on codes instead of the parameter: each code encodes a rank and an element. Every element
 of the output is then a code, and names the rank and the element that it comes from.
+
+Some parameters are exported together: the experts of a layer, as one tensor. Their codes encode the
+parameter, too. The tensor is cut where the parameter changes, and each part has an origin.
 
 No rank waits for another, because collectives are simulated: where `convert` gathers the shard of
 another rank, it gets this rank's codes with the number of the other rank.
@@ -21,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -49,18 +54,34 @@ CHUNK = 1 << 24
 
 @dataclass(frozen=True)
 class Conversion:
-    """The conversion of one parameter to exported tensors.
+    """The conversion of one parameter, or of some that are exported together.
 
     Attributes:
-        source: name of the parameter among the sources, the same on all ranks that hold a part.
+        sources: names of the parameters among the sources, the same on all ranks that hold a part.
         kind: a value that is equal for parameters that the same code converts, as in all layers.
-        convert: makes the exported `(name, tensor)` pairs from a tensor in the parameter's place.
+        parameters: the parameters, all of one shape and dtype.
+        convert: makes the exported `(name, tensor)` pairs from tensors in the parameters' places.
     """
 
-    source: str
+    sources: tuple[str, ...]
     kind: object
-    parameter: torch.Tensor
-    convert: Callable[[torch.Tensor], Iterable[NamedTensor]]
+    parameters: tuple[torch.Tensor, ...]
+    convert: Callable[..., Iterable[NamedTensor]]
+
+    @property
+    def text(self) -> str:
+        """Name the parameters, for a message."""
+        num_others = len(self.sources) - 1
+        return self.sources[0] + (f" (and {num_others} others)" if num_others else "")
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of an exported tensor: bytes of one parameter of the conversion, by its number."""
+
+    parameter: int
+    owners: Owners
+    bytes: ByteMap
 
 
 def trace_conversions(
@@ -76,32 +97,45 @@ def trace_conversions(
     """
     numbers: dict[TracedParameter, int] = {}
     tensors: dict[str, TracedTensor] = {}
-    # By kind, the fingerprints of a converted parameter's tensors, and the origins found for them.
-    examples: dict[object, tuple[list[object], list[tuple[Owners, ByteMap]]]] = {}
+    # By kind, the fingerprints of a conversion's tensors, and the parts found for them.
+    examples: dict[object, tuple[list[object], list[list[_Part]]]] = {}
     with torch.no_grad():
         for conversion in conversions:
-            parameter = conversion.parameter
-            if parameter.device.type != device.type or not parameter.is_contiguous():
-                raise NotTraceable(
-                    f"{conversion.source} is on {parameter.device} with strides "
-                    f"{parameter.stride()}, the engine on {device}"
-                )
-            codes = _Codes(parameter, rank, world_size)
+            _check(conversion, device)
+            first = conversion.parameters[0]
+            codes = _Codes(first, len(conversion.parameters), rank, world_size)
             plain = _converted(conversion, codes, is_scrambled=False)
-            kind = conversion.kind, parameter.shape, parameter.dtype
+            kind = conversion.kind, len(conversion.parameters), first.shape, first.dtype
             # Most layers and experts give the same codes as an example. Skip the second run there.
             fingerprints = _fingerprints(plain)
             if kind not in examples or examples[kind][0] != fingerprints:
-                examples[kind] = fingerprints, _origins(conversion, codes, plain)
-            for (name, tensor), (owners, bytes_) in zip(plain, examples[kind][1], strict=True):
+                examples[kind] = fingerprints, _parts(conversion, codes, plain)
+            for (name, tensor), parts in zip(plain, examples[kind][1], strict=True):
                 if name in tensors:
                     raise NotTraceable(f"{name} is made of two parameters")
-                number = numbers.setdefault(
-                    TracedParameter(conversion.source, owners), len(numbers)
-                )
-                shape, origin = tuple(tensor.shape), Origin(number, bytes_)
-                tensors[name] = TracedTensor(parameter.dtype, shape, origin)
+                origins = []
+                for part in parts:
+                    parameter = TracedParameter(conversion.sources[part.parameter], part.owners)
+                    number = numbers.setdefault(parameter, len(numbers))
+                    origins.append(Origin(number, part.bytes))
+                tensors[name] = TracedTensor(first.dtype, tuple(tensor.shape), tuple(origins))
     return TracedExport(tuple(numbers), tensors)
+
+
+def _check(conversion: Conversion, device: torch.device) -> None:
+    """Raise NotTraceable unless the parameters are alike, and where the engine can read them."""
+    first = conversion.parameters[0]
+    for source, parameter in zip(conversion.sources, conversion.parameters, strict=True):
+        if parameter.device.type != device.type or not parameter.is_contiguous():
+            raise NotTraceable(
+                f"{source} is on {parameter.device} with strides {parameter.stride()}, "
+                f"the engine on {device}"
+            )
+        if (parameter.shape, parameter.dtype) != (first.shape, first.dtype):
+            raise NotTraceable(
+                f"{source} is exported together with {conversion.sources[0]}, which has another "
+                "shape or dtype"
+            )
 
 
 def _fingerprints(converted: Sequence[NamedTensor]) -> list[object]:
@@ -113,50 +147,60 @@ def _fingerprints(converted: Sequence[NamedTensor]) -> list[object]:
     return [(t.shape, t.dtype, *values) for t, values in zip(tensors, sums, strict=True)]
 
 
-def _origins(
+def _parts(
     conversion: Conversion, codes: _Codes, plain: Sequence[NamedTensor]
-) -> list[tuple[Owners, ByteMap]]:
-    """Convert scrambled codes, too, and return the origin of each converted tensor."""
+) -> list[list[_Part]]:
+    """Convert scrambled codes, too, and return the parts of each converted tensor."""
     scrambled = _converted(conversion, codes, is_scrambled=True)
     if [name for name, _ in plain] != [name for name, _ in scrambled]:
-        raise NotTraceable(f"what {conversion.source} becomes depends on its values")
-    origins = []
+        raise NotTraceable(f"what {conversion.text} becomes depends on its values")
+    parts = []
     for (name, tensor), (_, scrambled_tensor) in zip(plain, scrambled, strict=True):
         try:
-            origins.append(codes.decode(tensor, scrambled_tensor))
+            parts.append(codes.decode(tensor, scrambled_tensor))
         except NotTraceable as error:
             raise NotTraceable(f"{name} {error}") from None
-    return origins
+    return parts
 
 
 def _converted(conversion: Conversion, codes: _Codes, *, is_scrambled: bool) -> list[NamedTensor]:
     """Run a conversion on codes."""
-    # A conversion may write to its input.
-    input_ = codes.scramble(codes.own) if is_scrambled else codes.own.clone()
+    # A conversion may write to its inputs.
+    inputs = codes.scramble(codes.own) if is_scrambled else codes.own.clone()
+    shape = conversion.parameters[0].shape
     try:
         with _SimulatedCollectives(codes, is_scrambled=is_scrambled).tracing("the conversion"):
-            return list(conversion.convert(input_.view(conversion.parameter.shape)))
+            return list(conversion.convert(*(each.view(shape) for each in inputs)))
     except NotTraceable as error:
-        raise NotTraceable(f"{conversion.source}: {error}") from error
+        raise NotTraceable(f"{conversion.text}: {error}") from error
 
 
 class _Codes:
-    """Integers that encode the elements of a parameter's shards: `rank * numel + element`.
+    """Integers that encode the elements of the shards of some parameters.
+
+    A code is `(rank * number of parameters + parameter) * numel + element`.
+
+    Args:
+        parameter: one of the parameters, which are alike.
+        num_parameters: the number of parameters that are converted together.
 
     Attributes:
-        own: the codes of this rank's shard. Flat.
+        own: the codes of this rank's shards, a row for each parameter.
     """
 
-    def __init__(self, parameter: torch.Tensor, rank: int, world_size: int) -> None:
+    def __init__(
+        self, parameter: torch.Tensor, num_parameters: int, rank: int, world_size: int
+    ) -> None:
         self._numel, self._itemsize = parameter.numel(), parameter.element_size()
-        self._world_size = world_size
+        self._num_parameters, self._world_size = num_parameters, world_size
+        self._numel_of_rank = num_parameters * self._numel
         self.rank = rank
-        is_small = self._numel * world_size < 1 << 31  # 32 bits halve the memory
+        is_small = self._numel_of_rank * world_size < 1 << 31  # 32 bits halve the memory
         self.dtype, self._bits = (torch.int32, 32) if is_small else (torch.int64, 64)
-        start = rank * self._numel
+        start = rank * self._numel_of_rank
         self.own = torch.arange(
-            start, start + self._numel, dtype=self.dtype, device=parameter.device
-        )
+            start, start + self._numel_of_rank, dtype=self.dtype, device=parameter.device
+        ).view(num_parameters, self._numel)
 
     def scramble(self, codes: torch.Tensor) -> torch.Tensor:
         # A copy of scrambled codes is the scrambled copy. Arithmetic gives another result.
@@ -169,11 +213,11 @@ class _Codes:
     def of_rank(self, codes: torch.Tensor, rank: int, *, is_scrambled: bool) -> torch.Tensor:
         """Return codes of this rank's shard as those of another rank's."""
         plain = self.unscramble(codes) if is_scrambled else codes
-        moved = plain + (rank - self.rank) * self._numel
+        moved = plain + (rank - self.rank) * self._numel_of_rank
         return self.scramble(moved) if is_scrambled else moved
 
-    def decode(self, tensor: torch.Tensor, scrambled: torch.Tensor) -> tuple[Owners, ByteMap]:
-        """Find the owners and bytes of a converted tensor.
+    def decode(self, tensor: torch.Tensor, scrambled: torch.Tensor) -> list[_Part]:
+        """Find the owners and bytes of a converted tensor, part by part.
 
         Args:
             tensor: the result of the plain codes.
@@ -187,28 +231,52 @@ class _Codes:
             raise NotTraceable(f"is converted to another dtype, or computed: {tensor.dtype}")
         if tensor.shape != scrambled.shape:
             raise NotTraceable("has a shape that depends on values")
-        places, scrambled = tensor.reshape(-1).clone(), scrambled.reshape(-1)
-        has_part = torch.zeros(self._world_size, dtype=torch.bool, device=tensor.device)
-        for chunk in _chunks(places.numel()):
-            codes = places[chunk]
+        flat, scrambled = tensor.reshape(-1), scrambled.reshape(-1)
+        for chunk in _chunks(flat.numel()):
+            codes = flat[chunk]
             if not torch.equal(self.unscramble(scrambled[chunk]), codes):
                 raise NotTraceable("is computed")
-            ranks = codes // max(self._numel, 1)
+            ranks = codes // max(self._numel_of_rank, 1)
             if int(ranks.min()) < 0 or int(ranks.max()) >= self._world_size:
                 raise NotTraceable("is computed, or comes from a rank that is not there")
-            has_part[ranks] = True
+        bounds = [0, *self._changes_of_parameter(flat), flat.numel()]
+        return [self._part(flat[start:stop]) for start, stop in pairwise(bounds)]
+
+    def _changes_of_parameter(self, codes: torch.Tensor) -> list[int]:
+        """Return the places before which another parameter begins.
+
+        Raises:
+            NotTraceable: the parameters alternate more often than ranks and parameters allow.
+        """
+        places: list[int] = []
+        if self._num_parameters == 1:
+            return places
+        for chunk in _chunks(codes.numel() - 1):
+            neighbours = codes[chunk.start : chunk.stop + 1] // self._numel % self._num_parameters
+            changes = (neighbours[1:] != neighbours[:-1]).nonzero().flatten() + chunk.start + 1
+            if len(places) + len(changes) >= self._num_parameters * self._world_size:
+                raise NotTraceable("has the bytes of several parameters in turns")
+            places += changes.tolist()
+        return places
+
+    def _part(self, codes: torch.Tensor) -> _Part:
+        """Find the owners and bytes of some codes, all of one parameter."""
+        places = codes.clone()
+        has_part = torch.zeros(self._world_size, dtype=torch.bool, device=codes.device)
+        for chunk in _chunks(places.numel()):
+            has_part[places[chunk] // self._numel_of_rank] = True
         # The parameter is the concatenation of the shards of the ranks that have a part.
         ranks = has_part.nonzero().flatten()
         shard_of_rank = torch.cumsum(has_part, 0, dtype=self.dtype) - 1
         for chunk in _chunks(places.numel()):
             # From codes to elements of the parameter.
-            codes = places[chunk]
-            shards = shard_of_rank[codes // self._numel]
-            places[chunk] = shards * self._numel + codes % self._numel
+            shards = shard_of_rank[places[chunk] // self._numel_of_rank]
+            places[chunk] = shards * self._numel + places[chunk] % self._numel
         nbytes = self._numel * self._itemsize
         starts = tuple(i * nbytes for i in range(len(ranks)))
         owners = Owners(starts, tuple((rank,) for rank in ranks.tolist()), len(ranks) * nbytes)
-        return owners, ByteMap.of(_strided(places, self._itemsize))
+        parameter = int(codes[0]) // self._numel % self._num_parameters if codes.numel() else 0
+        return _Part(parameter, owners, ByteMap.of(_strided(places, self._itemsize)))
 
     def _wrapped(self, number: int) -> int:
         """Return a number modulo the integers' range, as a signed integer."""

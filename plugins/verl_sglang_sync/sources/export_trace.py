@@ -1,7 +1,7 @@
 """Runs an export without moving a byte, to find which bytes of a parameter each tensor is.
 
     traced = trace_export(export, sources=module_state, world_size=4, device=device)
-    traced.tensors["model.layers.0.mlp.experts.3.up_proj.weight"].origin    # bytes of a parameter
+    traced.tensors["model.layers.0.mlp.experts.3.up_proj.weight"].origins    # bytes of a parameter
 
 While the export runs, `DTensor.full_tensor` returns a tensor of the full shape without memory, and
 a dispatch mode follows the views and plain copies of this tensor. The mode refuses every other
@@ -47,11 +47,15 @@ class NotTraceable(Exception):
 
 
 class TracedTensor(msgspec.Struct, frozen=True):
-    """An exported tensor, and the bytes of a parameter that it consists of."""
+    """An exported tensor, and the bytes that it consists of.
+
+    Attributes:
+        origins: bytes of one parameter, or of several, which follow each other in the tensor.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    origin: Origin
+    origins: tuple[Origin, ...]
 
 
 class TracedParameter(msgspec.Struct, frozen=True):
@@ -91,8 +95,8 @@ class TracedExport:
     def owners(self) -> list[Owners]:
         return [parameter.owners for parameter in self.parameters]
 
-    def origins_of(self, layout: BucketLayout) -> list[Origin]:
-        """Return the origins of a bucket's tensors, in order.
+    def origins_of(self, layout: BucketLayout) -> list[tuple[Origin, ...]]:
+        """Return the origins of each of a bucket's tensors, in order.
 
         Raises:
             NotTraceable: the trace has no tensor of this name, shape and dtype.
@@ -102,7 +106,7 @@ class TracedExport:
             traced = self.tensors.get(tensor.name)
             if traced is None or (traced.dtype, traced.shape) != (tensor.dtype, tensor.shape):
                 raise NotTraceable(f"{tensor.name} was not traced as it was exported before")
-            origins.append(traced.origin)
+            origins.append(traced.origins)
         return origins
 
 
@@ -211,7 +215,7 @@ class _ExportTracer(TracingMode):
             self._refuse(f"{name} is computed by {self._computed[storage._cdata]}")
         traced = self._traced.get(storage._cdata) or self._unsharded(name, tensor)
         origin = Origin(traced.parameter, self._bytes_of_view(traced, tensor, name))
-        return TracedTensor(tensor.dtype, tuple(tensor.shape), origin)
+        return TracedTensor(tensor.dtype, tuple(tensor.shape), (origin,))
 
     def _gathered(self, parameter: DTensor) -> torch.Tensor:
         """Make the stand-in of a whole parameter, with its shape and dtype."""

@@ -4,8 +4,8 @@ A parameter is the concatenation of its shards (`Owners`). FSDP2's shards are to
 the first dimension, of which the last may be short or empty. Megatron's shards are the parameters
 of tensor and expert parallel ranks, with a replica on each data parallel rank.
 
-An exported tensor is bytes of a parameter (`Origin`), and a parameter lies in shards on the
-trainer's ranks. All functions here compute with plain numbers.
+An exported tensor is bytes of a parameter (`Origin`), or of several in turn, and a parameter lies
+in shards on the trainer's ranks. All functions here compute with plain numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sglang_loader.common.regions.compose import ByteMap
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """The bytes of a parameter that an exported tensor consists of.
+    """The bytes of a parameter that an exported tensor, or a part of it, consists of.
 
     Attributes:
         parameter: number of the parameter in the `TracedExport`.

@@ -59,6 +59,9 @@ from verl_sglang_sync.sources.snapshot import (
 Trace: TypeAlias = tuple[TracedExport, SourcesSnapshot]
 """A traced export, and a snapshot of the parameters that it was traced for, without addresses."""
 
+_Claim: TypeAlias = tuple[TracedTensor, list[TracedParameter]]
+"""A tensor's trace by some ranks, and the parameter of each of its origins."""
+
 
 class SourceMap:
     """Map from one trainer rank's exports to the parameters of all ranks, for all syncs.
@@ -245,25 +248,27 @@ def merge_traces(
     for summary in summaries:
         replicas[summary.structure_checksum].append(summary.holders)
     # By name of a tensor, its traces: one for each structure that has the tensor.
-    claims: defaultdict[str, list[tuple[TracedTensor, TracedParameter]]] = defaultdict(list)
+    claims: defaultdict[str, list[_Claim]] = defaultdict(list)
     for summary, traced in zip(summaries, traces, strict=True):
         if traced is not None:
             parameters = _with_replicas(traced.parameters, replicas[summary.structure_checksum])
             for name, tensor in traced.tensors.items():
-                claims[name].append((tensor, parameters[tensor.origin.parameter]))
+                read = [parameters[origin.parameter] for origin in tensor.origins]
+                claims[name].append((tensor, read))
     numbers: dict[TracedParameter, int] = {}
     tensors: dict[str, TracedTensor] = {}
     for name, claimed in claims.items():
-        tensor, parameter = claimed[0]
+        tensor, read = claimed[0]
         if len(claimed) > 1:
             if len({_without_ranks(*claim) for claim in claimed}) > 1:
                 raise NotTraceable(f"the ranks traced different exports: {name} differs")
             # Structures that differ elsewhere agree on this tensor: their ranks hold replicas.
-            by_shard = zip(*(p.owners.holders for _, p in claimed), strict=True)
-            parameter = _with_holders(parameter, [sum(holders, ()) for holders in by_shard])
-        number = numbers.setdefault(parameter, len(numbers))
-        origin = Origin(number, tensor.origin.bytes)
-        tensors[name] = TracedTensor(tensor.dtype, tensor.shape, origin)
+            read = [_merged(same) for same in zip(*(read for _, read in claimed), strict=True)]
+        origins = tuple(
+            Origin(numbers.setdefault(parameter, len(numbers)), origin.bytes)
+            for parameter, origin in zip(read, tensor.origins, strict=True)
+        )
+        tensors[name] = TracedTensor(tensor.dtype, tensor.shape, origins)
     return TracedExport(tuple(numbers), tensors)
 
 
@@ -287,16 +292,22 @@ def _with_replicas(
     return merged
 
 
+def _merged(parameters: Sequence[TracedParameter]) -> TracedParameter:
+    """Return a parameter with the holders of all its traces."""
+    by_shard = zip(*(parameter.owners.holders for parameter in parameters), strict=True)
+    return _with_holders(parameters[0], [sum(holders, ()) for holders in by_shard])
+
+
 def _with_holders(parameter: TracedParameter, shards: Sequence[Iterable[int]]) -> TracedParameter:
     holders = tuple(tuple(sorted(set(ranks))) for ranks in shards)
     owners = parameter.owners
     return TracedParameter(parameter.source, Owners(owners.starts, holders, owners.nbytes))
 
 
-def _without_ranks(tensor: TracedTensor, parameter: TracedParameter) -> tuple[object, ...]:
+def _without_ranks(tensor: TracedTensor, read: Sequence[TracedParameter]) -> tuple[object, ...]:
     """Return all of a tensor's trace but the ranks, to be compared with `==`."""
-    owners = parameter.owners
     return (
-        *(tensor.dtype, tensor.shape, tensor.origin.bytes),
-        *(parameter.source, owners.starts, owners.nbytes),
+        *(tensor.dtype, tensor.shape),
+        *(origin.bytes for origin in tensor.origins),
+        *((p.source, p.owners.starts, p.owners.nbytes) for p in read),
     )

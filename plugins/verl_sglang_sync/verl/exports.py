@@ -241,9 +241,17 @@ class BridgeSources:
         Raises:
             NotTraceable: an exported tensor is no strided set of the parameters' bytes.
         """
+        together: dict[object, list[Any]] = {}
+        for task in self._tasks():
+            together.setdefault(_group(task), []).append(task)
         conversions = (
-            Conversion(_source(task), _kind(task), task.param_weight, self._converter(task))
-            for task in self._tasks()
+            Conversion(
+                tuple(map(_source, tasks)),
+                _kind(tasks[0]),
+                tuple(task.param_weight for task in tasks),
+                self._converter(tasks),
+            )
+            for tasks in together.values()
         )
         return trace_conversions(
             conversions, rank=own_rank(), world_size=world_size(), device=device
@@ -253,13 +261,13 @@ class BridgeSources:
         tasks = self._engine._mbridge_export_tasks()
         return [task for task in tasks if task is not None and task.param_weight is not None]
 
-    def _converter(self, task: Any) -> Callable[[torch.Tensor], Iterable[NamedTensor]]:
-        def convert(tensor: torch.Tensor) -> Iterable[NamedTensor]:
-            task_of_tensor = dataclasses.replace(task, param_weight=tensor)
+    def _converter(self, tasks: list[Any]) -> Callable[..., Iterable[NamedTensor]]:
+        def convert(*tensors: torch.Tensor) -> Iterable[NamedTensor]:
+            pairs = zip(tasks, tensors, strict=True)
             exported: Iterable[NamedTensor] = self._engine.bridge.export_hf_weights(
                 self._engine.module,
                 show_progress=False,
-                conversion_tasks=[task_of_tensor],
+                conversion_tasks=[dataclasses.replace(t, param_weight=w) for t, w in pairs],
                 merge_adapter_weights=False,  # there are none
             )
             return exported
@@ -269,6 +277,14 @@ class BridgeSources:
 
 def _source(task: Any) -> str:
     return f"{task.vp_stage}.{task.param_name}"
+
+
+def _group(task: Any) -> object:
+    """Return a value that is equal for tasks of which the bridge makes one tensor together."""
+    # From Megatron-Bridge 0.5 on some models' experts are exported as one tensor for each layer,
+    # when all of them have been converted.
+    is_grouped = getattr(task.mapping, "is_grouped_export", False)
+    return str(task.mapping.hf_param) if is_grouped else (task.vp_stage, task.param_name)
 
 
 def _kind(task: Any) -> object:

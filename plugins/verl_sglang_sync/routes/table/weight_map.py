@@ -126,21 +126,35 @@ def pieces_of(
         NotTraceable: the shards of a tensor are unknown.
     """
     pieces: list[BucketPiece] = []
-    for tensor, origin in zip(layout.tensors, traced.origins_of(layout), strict=True):
+    for tensor, origins in zip(layout.tensors, traced.origins_of(layout), strict=True):
         if not tensor.nbytes:
             continue
-        owners, first = traced.owners[origin.parameter], firsts[origin.parameter]
-        if not origin.bytes.is_dense:
-            pieces.append(_spread(tensor.offset, origin, owners, first))
-            continue
-        start, offset, left = tensor.offset, origin.bytes.offset, tensor.nbytes
-        while left:
-            shard = owners.shard_of(offset)
-            shard_start, shard_stop = owners.range_of(shard)
-            nbytes = min(left, shard_stop - offset)
-            _append(pieces, BucketPiece(first + shard, offset - shard_start, start, nbytes))
-            start, offset, left = start + nbytes, offset + nbytes, left - nbytes
+        start = tensor.offset
+        for origin in origins:
+            owners, first = traced.owners[origin.parameter], firsts[origin.parameter]
+            _add_pieces(pieces, start, origin, owners, first)
+            start += origin.bytes.nbytes
     return pieces
+
+
+def _add_pieces(
+    pieces: list[BucketPiece], start: int, origin: Origin, owners: Owners, first_shard: int
+) -> None:
+    """Add the pieces of a tensor's bytes of one parameter.
+
+    Args:
+        start: the offset of the bytes in the bucket.
+    """
+    if not origin.bytes.is_dense:
+        pieces.append(_spread(start, origin, owners, first_shard))
+        return
+    offset, left = origin.bytes.offset, origin.bytes.nbytes
+    while left:
+        shard = owners.shard_of(offset)
+        shard_start, shard_stop = owners.range_of(shard)
+        nbytes = min(left, shard_stop - offset)
+        _append(pieces, BucketPiece(first_shard + shard, offset - shard_start, start, nbytes))
+        start, offset, left = start + nbytes, offset + nbytes, left - nbytes
 
 
 def _append(pieces: list[BucketPiece], piece: BucketPiece) -> None:
@@ -159,7 +173,7 @@ def _spread(start: int, origin: Origin, owners: Owners, first_shard: int) -> Buc
     """Return the piece of a tensor whose bytes lie apart in its parameter.
 
     Args:
-        start: the offset of the tensor in the bucket.
+        start: the offset of the bytes in the bucket.
     """
     # A row-parallel weight has columns of every shard in each row, so one piece names all shards.
     low, high = owners.shard_of(origin.bytes.offset), owners.shard_of(origin.bytes.stop - 1)
