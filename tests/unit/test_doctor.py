@@ -39,6 +39,11 @@ def beside(sglang, **others):
     return installation.version_checks((tested | {"sglang": sglang} | others).get)
 
 
+def beside_bridge(bridge, core):
+    installed = {"megatron-bridge": bridge, "megatron-core": core}
+    return installation.version_checks(installed.get)
+
+
 def without(*names):
     installed = lambda name: None if name in names else "1"  # noqa: E731
     return [installation.requirements_check(installation.TESTED, installed)]
@@ -89,6 +94,10 @@ FACTS = [  # what is looked at, the check, how it is judged, and what is said
         )
     ),
     (partial(beside, "0.5.24"), "version of torch", OK, "as tested"),
+    (partial(beside_bridge, "0.5.0", "0.18.2"), "version of megatron-bridge", OK, "as tested"),
+    (partial(beside_bridge, "0.6.2", "0.19.2"), "version of megatron-core", OK, "as tested"),
+    (partial(beside_bridge, "0.3.1", "0.18.2"), "version of megatron-core", WARN, "0.16.1"),
+    (partial(beside_bridge, "0.4.2", "0.16.1"), "version of megatron-bridge", WARN, "0.3.1"),
     (
         partial(without, "codetiming", "cachetools"),
         *("requirements", FAIL),

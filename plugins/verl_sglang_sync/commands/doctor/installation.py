@@ -22,11 +22,11 @@ TESTED = {
     "ray": "2.60.0",
     "hydra-core": "1.3.8",
     "TransferQueue": "0.1.11",
-    # For Megatron trainers; skipped if they are not installed.
-    "megatron-core": "0.16.1",
-    "megatron-bridge": "0.3.1",
-    "mbridge": "0.15.1",
+    "mbridge": "0.15.1",  # for Megatron trainers, as those below; skipped if it is not installed
 }
+TESTED_BRIDGES = {"0.3.1": "0.16.1", "0.5.0": "0.18.2", "0.6.2": "0.19.2"}
+"""Tested releases of Megatron-Bridge, with the megatron-core that each was tested with. The first
+one is the default."""
 TESTED_SGLANG = {
     "0.5.14": {"torch": "2.11.0", "transformers": "5.8.1"},
     "0.5.17": {"torch": "2.11.0", "transformers": "5.12.1"},
@@ -61,7 +61,7 @@ def installed_version(name: str) -> str | None:
 
 def version_checks(installed: Installed = installed_version) -> list[Check]:
     """Compare the installed packages with the requirements and with the tested versions."""
-    tested = tested_beside(installed("sglang"))
+    tested = tested_beside(installed("sglang"), installed("megatron-bridge"))
     checks = [requirements_check(tested, installed)]
     allowed = {requirement.name.lower(): requirement for requirement in _requirements(DISTRIBUTION)}
     if "sglang" in allowed:
@@ -72,16 +72,19 @@ def version_checks(installed: Installed = installed_version) -> list[Check]:
     return checks
 
 
-def tested_beside(sglang: str | None) -> dict[str, str]:
-    """Return the versions tested with this release of SGLang, or with the default release.
+def tested_beside(sglang: str | None, bridge: str | None = None) -> dict[str, str]:
+    """Return the versions tested with these releases, or with the default releases.
 
     Args:
         sglang: the installed version, or None. The default serves for an untested one, too.
+        bridge: the same of Megatron-Bridge.
     """
     # `public` drops a local suffix such as "+cu130".
     public = DEFAULT_SGLANG if sglang is None else Version(sglang).public
     release = public if public in TESTED_SGLANG else DEFAULT_SGLANG
-    return TESTED | {"sglang": release} | TESTED_SGLANG[release]
+    of_bridge = bridge if bridge in TESTED_BRIDGES else next(iter(TESTED_BRIDGES))
+    megatron = {"megatron-core": TESTED_BRIDGES[of_bridge], "megatron-bridge": of_bridge}
+    return TESTED | megatron | {"sglang": release} | TESTED_SGLANG[release]
 
 
 def _with_excluded(requirement: Requirement) -> Requirement:
