@@ -5,25 +5,19 @@ is verl's own engine class; between the syncs its weights change, and move to th
 """
 
 import asyncio
-from collections import Counter
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-from safetensors.torch import load_file, save_file
-from tiny_assets import make_assets
+from safetensors.torch import load_file
 
-from support import served_models
-from support.assembled import misplaced
-from support.megatron_trainer import ENVIRONMENT, Layout, MegatronActor
+from support.megatron_exports import build, export_of, make_checkpoint
+from support.megatron_trainer import ENVIRONMENT, Layout
 from support.sender import Sender
 from support.served import Served, served
 from support.trainer import Ranks
-from verl_sglang_sync.sources.source_map import SourceMap
 
 NUM_REPLICAS = 2
 NO_GENERATION = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
@@ -32,8 +26,6 @@ NO_GENERATION = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
 EMBEDDING = "model.embed_tokens.weight"
 LOST = ".layers.1.self_attn.o_proj.weight"
 ALTERED = ".layers.0.post_attention_layernorm.weight"
-ROUTER_BIAS = "e_score_correction_bias"
-
 
 FACTORS = {
     "flattened": (0.5, 2.0),
@@ -101,25 +93,6 @@ pytestmark = [
         ("running", "case"), CASES, indirect=True, scope="module", ids=map("-".join, CASES)
     ),
 ]
-
-
-def make_checkpoint(folder, model):
-    """A tiny model in bfloat16, which is what Megatron trains, but for the routers' biases; none of
-    its tensors is zero, which training here would not change.
-    """
-    if isinstance(model, str):
-        served_models.make_model(model, folder / "model")
-    else:
-        make_assets(folder, **model)
-    file = folder / "model" / "model.safetensors"
-    named = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(file).items()}
-    for name, tensor in named.items():
-        if name.endswith(ROUTER_BIAS):
-            named[name] = torch.randn(tensor.shape)
-        elif not tensor.any():
-            named[name] = torch.randn(tensor.shape, dtype=torch.bfloat16)
-    save_file(named, file, {"format": "pt"})
-    return folder / "model"
 
 
 @dataclass(frozen=True)
@@ -190,44 +163,6 @@ def case(request, running):
     case = Case(running, request.param)
     running.ranks.run(build, running.model, case.layout)
     return case
-
-
-def build(rank, model, layout):
-    if "actor" in rank.kept:
-        rank.kept["actor"].close()
-    rank.kept["actor"] = MegatronActor(model, layout)
-
-
-def export_of(rank, model):
-    """What a rank exports, tensors held to the end: the exporter must not reuse their memory.
-
-    Returns:
-        "names" of all tensors, as they come; "different": those that are not the checkpoint's, bit
-        for bit; "off": why the export does not name what it reads, or None; else "misplaced": those
-        that are not where the trace says, and "num_served": by rank, how many shards it gives to
-        how many readers, itself among them; "num_storages": in how many pieces of memory the
-        parameters lie.
-    """
-    actor, ranks = rank.kept["actor"], rank.ranks()
-    export, reference = actor.export(), load_file(model / "model.safetensors")
-    exported, source_map = list(export), SourceMap(ranks, rank.device)
-    off = source_map.trace(export)
-    everyone, served = range(dist.get_world_size()), Counter[int]()
-    for owners in source_map.traced.owners if off is None else ():
-        for shard in range(len(owners.starts)):
-            served.update(owners.owner_of(shard, reader) for reader in everyone)
-    return {
-        "names": [name for name, _ in exported],
-        "different": [
-            name
-            for name, tensor in exported
-            if tensor.dtype != reference[name].dtype or not torch.equal(tensor, reference[name])
-        ],
-        "off": off and off.text,
-        "misplaced": misplaced(export, source_map, ranks) if off is None else [],
-        "num_served": [served[rank] for rank in everyone],
-        "num_storages": actor.num_storages,
-    }
 
 
 def test_the_export_is_the_checkpoint_on_every_rank(case):

@@ -72,6 +72,7 @@ _OPTIONS: dict[str, Options] = {
     "deepseek-v3": {**_MLA_Q, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "qwen2_5-vl": {"num_attention_heads": 2, "rope_parameters": _MROPE},
     "qwen3-vl": {**_HEAD, "rope_parameters": _MROPE, _TIED: True},
+    "qwen3-vl-moe": {**_HEAD, "moe_intermediate_size": 128, "rope_parameters": _MROPE},
     "gemma2": {
         **_HEAD,
         "query_pre_attn_scalar": 64,

@@ -148,10 +148,18 @@ class GroupedLinear(_Layer):
 class RMSNorm(nn.Module):
     """`transformer_engine.pytorch.RMSNorm`."""
 
-    def __init__(self, hidden_size: int, **settings: Any) -> None:
+    def __init__(
+        self,
+        normalized_shape: int | None = None,
+        *,
+        hidden_size: int | None = None,  # its former name
+        **settings: Any,
+    ) -> None:
         super().__init__()
+        size = hidden_size if normalized_shape is None else normalized_shape
+        assert size is not None
         self.eps = settings.get("eps", 1e-5)
-        self.weight = _normalization(torch.ones(hidden_size), settings)
+        self.weight = _normalization(torch.ones(size), settings)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return _normalized(inputs, self.weight, getattr(self, "bias", None), self.eps)
@@ -160,9 +168,9 @@ class RMSNorm(nn.Module):
 class LayerNorm(RMSNorm):
     """`transformer_engine.pytorch.LayerNorm`."""
 
-    def __init__(self, hidden_size: int, **settings: Any) -> None:
-        super().__init__(hidden_size, **settings)
-        self.bias = _normalization(torch.zeros(hidden_size), settings)
+    def __init__(self, *sizes: int, **settings: Any) -> None:
+        super().__init__(*sizes, **settings)
+        self.bias = _normalization(torch.zeros_like(self.weight), settings)
 
 
 class DotProductAttention(nn.Module):
@@ -209,7 +217,7 @@ NAMES = {  # that megatron-core and Megatron-Bridge import, by module
     ".common.recipe": ("Recipe", "DelayedScaling", "Float8CurrentScaling", "Format"),
     ".pytorch": (),
     ".pytorch.ops": ("Sequential", "FusibleOperation"),
-    ".pytorch.fp8": ("FP8GlobalStateManager", "fp8_autocast"),
+    ".pytorch.fp8": ("FP8GlobalStateManager", "fp8_autocast", "fp8_model_init"),
     ".pytorch.tensor": ("QuantizedTensor",),
     ".pytorch.distributed": ("CudaRNGStatesTracker", "activation_recompute_forward"),
 }
