@@ -51,7 +51,7 @@ actor=(
   actor_rollout_ref.actor.megatron.expert_model_parallel_size="$TRAIN_EP"
   actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=1
   # With mbridge every sync exports. With verl's default, vanilla_mbridge=False, engines read in place, but megatron-bridge
-  # 0.3.1 does not find rope_theta with transformers 5: then add, for Qwen3,
+  # 0.3.1 (not 0.5.0 or 0.6.2) does not find rope_theta with transformers 5: then add, for Qwen3,
   # +actor_rollout_ref.actor.megatron.override_transformer_config.rotary_base=1000000
   actor_rollout_ref.actor.megatron.vanilla_mbridge=True
   actor_rollout_ref.actor.megatron.param_offload=True
