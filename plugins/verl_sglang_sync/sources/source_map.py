@@ -223,9 +223,9 @@ class TraceSummary:
         shards = [(p.source, o.starts, o.nbytes, [*map(len, o.holders)]) for p, o in pairs]
         # Plain tuples: `repr` of 18,867 dataclasses takes longer than the rest of the trace.
         tensors = [
-            (name, str(t.dtype), t.shape, t.origin.parameter, t.origin.bytes.offset, dims)
+            (name, str(t.dtype), t.shape, o.parameter, o.bytes.offset, o.bytes.dims)
             for name, t in traced.tensors.items()
-            for dims in (t.origin.bytes.dims,)
+            for o in t.origins
         ]
         checksum = zlib.crc32(repr((shards, tensors)).encode())
         return cls(checksum, np.array(ranks, dtype=np.int32).tobytes())
