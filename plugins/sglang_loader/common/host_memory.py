@@ -143,7 +143,8 @@ class _Pinned:
         if int(error):
             _drop_last_error()
             raise CannotPin(f"CUDA cannot pin {nbytes} bytes of host memory (error {int(error)})")
-        weakref.finalize(self, _unpin, memory).atexit = False
+        device = torch.cuda.current_device()
+        weakref.finalize(self, _unpin, memory, device).atexit = False
         if _gpu_address(address) != address:
             raise CannotPin("the GPU has other addresses for pinned host memory than the host")
         self.__cuda_array_interface__ = {
@@ -155,7 +156,9 @@ class _Pinned:
         }
 
 
-def _unpin(memory: torch.Tensor) -> None:
+def _unpin(memory: torch.Tensor, device: int) -> None:
+    # An aborted sync may still read, and would end all of CUDA in this process.
+    torch.cuda.synchronize(device)
     torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
