@@ -40,6 +40,9 @@ verl.utils.device:
     get_device_id
 verl.utils.fsdp_utils:
     normalize_peft_param_name(params)
+verl.utils.kernel.fp8_kernel:
+    is_triton_available()
+    _DISABLE_TRITON_FP8
 verl.utils.model:
     convert_weight_keys(state_dict, model)
     load_valuehead_model(local_path, torch_dtype, model_config, trust_remote_code)
