@@ -52,7 +52,7 @@ class TestRecipe:
             ((*COMPILED, f"{ACTOR}.strategy=fsdp"), PULL),
             ((*COMPILED, f"{ACTOR}.strategy=megatron"), PULL),  # without its section
             ((*COMPILED, f"{ACTOR}.fsdp_config.param_offload=True"), PULL),
-            ((*COMPILED, f"{ROLLOUT}.quantization=fp8"), "rollout.quantization=fp8"),
+            ((*COMPILED, f"{ROLLOUT}.quantization=fp8"), "if proven to equal the export"),
             ((*COMPILED, f"{ROLLOUT}.checkpoint_engine.backend=nccl"), "backend='nccl' delivers"),
             (
                 (*presets.USUAL, "+weight_sync=bucketed"),

@@ -202,6 +202,6 @@ def _computed_exports(config: DictConfig) -> Iterator[str]:
         yield f"actor.strategy={strategy}: neither fsdp, fsdp2 nor megatron"
     if strategy == "megatron" and OmegaConf.select(actor, "megatron.vanilla_mbridge"):
         yield "actor.megatron.vanilla_mbridge=True: exports of mbridge cannot be traced"
-    for key in ("model.lora_rank", "model.lora.rank", "rollout.quantization"):
+    for key in ("model.lora_rank", "model.lora.rank"):
         if value := OmegaConf.select(actor_rollout, key):
             yield f"{key}={value}"
