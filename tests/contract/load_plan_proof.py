@@ -9,6 +9,7 @@ from unittest import mock
 import torch
 
 from sglang_loader.common.bucket_source import BucketSource
+from sglang_loader.common.quantization import Quantization
 from sglang_loader.load_plan.copy_table import CopyTable
 from sglang_loader.load_plan.destinations import collect_destinations, first_difference
 from sglang_loader.load_plan.executor import PlanExecutor
@@ -73,6 +74,34 @@ def prove_table(model, plan, before, buffers, expected):
     with mock.patch.object(CopyTable, "of", lambda *_: CopyTable(steps)):
         run_table(PlanExecutor(plan, model.load_weights), scattered, shards)
     assert differing(plan.destinations, expected), "a table without one copy went unnoticed"
+
+
+def prove_quantized(model, first, second, source, how):
+    """The table leaves what `load_weights` leaves of weights that verl has quantised in torch.
+
+    Args:
+        first: quantised weights, of which the plan is made.
+        second: those that the table must leave.
+        source: those of which `second` was made.
+
+    Returns:
+        A table, of weights that one trainer rank holds.
+    """
+    plan = planned(model, *map(packed, split(first, how)))
+    load_eagerly(model, split(second, how))
+    expected = snapshot(plan.destinations)
+    executor = PlanExecutor(plan, model.load_weights)
+    layout, buffer = packed([(name, tensor.bfloat16()) for name, tensor in source])
+    layouts = [bucket.layout for bucket in plan.buckets]
+    quantization = Quantization("torch", (128, 128), "bfloat16")
+    for num_ranks, num_mapped in ((3, 2), (2, 0), (1, 1)):
+        load_eagerly(model, split(first, how))
+        assert differing(plan.destinations, expected)
+        scattered = Scattered([layout], num_ranks, num_ranks, quantization, layouts)
+        shards = scattered.shards([buffer], num_ranks - 1, num_mapped)
+        run_table(executor, scattered, shards)
+        assert differing(plan.destinations, expected) == ()
+    return CopyTable.of(plan, shards.weight_map, ROUND_BYTES)
 
 
 def run_table(executor, scattered, shards):

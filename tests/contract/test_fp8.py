@@ -9,28 +9,28 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from contract.load_plan_proof import LAYOUTS, load_eagerly, prove, run_table, split
+from contract.load_plan_proof import LAYOUTS, load_eagerly, prove, prove_quantized, split
+from contract.test_load_plan_tp import run_ranks
 from contract.tiny_architectures import (
     Ranks,
+    build_model,
     prepare_process,
     random_weights,
     read_checkpoint,
+    save_checkpoint,
     start_world,
     stop_process_groups,
 )
 from contract.tiny_engine import TinyEngine
 from contract.weight_check_proof import check, specs_of
-from sglang_loader.common.quantization import Quantization
 from sglang_loader.load_plan.destinations import collect_destinations
-from sglang_loader.load_plan.executor import PlanExecutor
-from support.plan_check import differing, packed, planned, snapshot, uncovered
-from support.scattered import Scattered
+from sglang_loader.load_plan.rounds import num_bytes_read
+from support.plan_check import snapshot, uncovered
 from support.served_models import case_of, model_override, quantizer
 
 prepare_process()
 
 FP8 = torch.float8_e4m3fn
-QUANTIZATION = Quantization("torch", (128, 128), "bfloat16")
 
 
 @pytest.fixture
@@ -189,20 +189,35 @@ def test_the_table_quantises_what_it_reads(name, ignored, engine_of, tmp_path, m
     for published in (engine.specs, None):
         assert not check(engine.model, engine.specs, published=published).mismatched
     like = read_checkpoint(case_of(name), tmp_path / "model")
-    source = packed([(key, tensor.bfloat16()) for key, tensor in random_weights(like, 2)])
+    source = random_weights(like, 2)
     for how in LAYOUTS:
-        plan = planned(engine.model, *map(packed, split(engine.first, how)))
-        load_eagerly(engine.model, split(engine.second, how))
-        expected = snapshot(plan.destinations)
-        executor = PlanExecutor(plan, engine.model.load_weights)
-        layouts = [bucket.layout for bucket in plan.buckets]
-        for num_ranks, num_mapped in ((1, 1), (3, 2), (2, 0)):
-            load_eagerly(engine.model, split(engine.first, how))
-            assert differing(plan.destinations, expected)
-            scattered = Scattered([source[0]], num_ranks, num_ranks, QUANTIZATION, layouts)
-            shards = scattered.shards([source[1]], num_ranks - 1, num_mapped)
-            run_table(executor, scattered, shards)
-            assert differing(plan.destinations, expected) == ()
+        prove_quantized(engine.model, engine.first, engine.second, source, how)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe"])
+def test_each_of_two_ranks_quantises_its_part(name, tmp_path):
+    save_checkpoint(case_of(name), tmp_path / "model")
+    num_read = run_ranks(tmp_path, prove_on_rank, name)
+    whole = (tmp_path / "model" / "model.safetensors").stat().st_size
+    assert all(num < 0.9 * whole for num in num_read), "every rank reads all blocks"
+
+
+def prove_on_rank(ranks, folder, name):
+    """Return the bytes that one rank reads."""
+    from verl.utils.kernel import fp8_kernel
+
+    from verl_sglang_sync.verl.engine_format import quantized
+
+    prepare_process()
+    fp8_kernel._DISABLE_TRITON_FP8 = True
+    like = read_checkpoint(case_of(name), folder / "model")
+    options = {"quantization": "fp8", "json_model_override_args": model_override()}
+    model = build_model(case_of(name), folder / "model", ranks, **options)
+    sources = [random_weights(like, seed) for seed in (1, 2)]
+    first, second = (list(quantized(of, quantizer(), torch.bfloat16)) for of in sources)
+    model.load_weights(iter(first))
+    table = prove_quantized(model, first, second, sources[1], "cut")
+    return sum(num_bytes_read(copy) for step in table.steps for copy, _ in step.copies)
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ TIMEOUT_S = 300
 def test_each_rank_replays_byte_identically(ep_size, names, tmp_path):
     for name in names:
         save_checkpoint(case_named(name), tmp_path / name)
-    results = run_ranks(tmp_path, ep_size, names)
+    results = run_ranks(tmp_path, prove_all, names, ep_size=ep_size)
     for name in names:
         parts = [result[name] for result in results]
         whole = (tmp_path / name / "model.safetensors").stat().st_size
@@ -64,8 +64,8 @@ def test_each_rank_replays_byte_identically(ep_size, names, tmp_path):
             assert all(part["ignored"] > 0 for part in parts), "every rank loads every expert"
 
 
-def run_ranks(folder, ep_size, names):
-    """What `prove_all` returns on each rank."""
+def run_ranks(folder, function, *args, ep_size=1):
+    """What `function(ranks, folder, *args)` returns on each rank."""
     running = [
         Remote(
             partial(Ranks, folder / "rendezvous", rank, NUM_RANKS, ep_size),
@@ -77,7 +77,7 @@ def run_ranks(folder, ep_size, names):
     try:
         results_of(finish(running, TIMEOUT_S))
         for process in running:
-            process.begin(prove_all, folder, names)
+            process.begin(function, folder, *args)
         return results_of(finish(running, TIMEOUT_S))
     finally:
         for process in running:
