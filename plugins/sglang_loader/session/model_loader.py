@@ -225,6 +225,8 @@ class ModelLoader:
     def distrust_plan(self, reason: str) -> None:
         """Load all later syncs by `load_weights`. Call this after a sync by `load_weights`."""
         self._distrust = reason
+        if self._store is not None:
+            self._store.discard()
         plan, backup = self.plan, backup_of(self.model)
         if plan is not None:
             self._drop_plan(reason)

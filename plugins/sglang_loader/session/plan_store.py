@@ -4,7 +4,7 @@
     store.prepare()                        # while the engine waits
     saved = store.find(first_layout)       # None: the load must be traced
     store.save(plan, uses)                 # after the plan was proven, in a thread
-    store.discard()                        # the proof of the saved plan has failed
+    store.discard()                        # a proof of the plan has failed
 
 A saved plan is never trusted. The sync that finds it goes through `load_weights`, and the proof of
 the route must show that the plan leaves the same bytes. If anything is in doubt, there is no saved
@@ -104,7 +104,7 @@ class PlanStore:
             self._refuse(str(error))
 
     def discard(self) -> None:
-        """Remove the saved plan, whose proof has failed."""
+        """Remove the saved plan. Call this after a failed proof."""
         if self._path is not None:
             try:
                 self._path.unlink(missing_ok=True)

@@ -280,6 +280,18 @@ def test_wrong_saved_plan_fails_its_proof(folder, monkeypatch):
     assert prove(loader, buckets) == []
 
 
+def test_refuted_plan_is_not_kept(folder):
+    buckets = sync_of()
+    loader = ModelLoader(Cast())
+    load(loader, buckets)
+    assert prove(loader, buckets) == []
+    loader.trust_plan()
+    await_saved()
+    assert len(list(folder.iterdir())) == 1
+    loader.distrust_plan("a proof found other bytes than the export has")
+    assert list(folder.iterdir()) == []
+
+
 def first_difference(seed):
     """Save the plan of a random loader, restart, prove, lose what is covered, and sync on."""
     random = Random(seed)
