@@ -352,9 +352,12 @@ _OF_ONE_LAUNCH = frozenset(
         *("model_path", "tokenizer_path", "served_model_name", "weight_version", "revision"),
         *("api_key", "admin_api_key", "ssl_keyfile_password", "crash_dump_folder", "download_dir"),
         *("forward_pass_metrics_worker_id", "forward_pass_metrics_ipc_name"),
+        # Sizes of the KV cache and of batches, some of which SGLang derives from free memory.
+        *("mem_fraction_static", "max_total_tokens", "max_running_requests"),
+        *("max_queued_requests", "max_prefill_tokens", "chunked_prefill_size"),
     )
 )
-"""Arguments that may differ between two launches of one engine, and names of no loader."""
+"""Arguments that may differ between two launches of one engine, and that no loader reads."""
 
 
 def launch_facts() -> dict[str, str]:

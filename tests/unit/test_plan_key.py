@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import sglang_loader.session.plan_key as plan_key
+from sglang_loader import upstream
 from sglang_loader.load_plan.guard import loading_functions
 
 
@@ -160,6 +161,17 @@ def test_each_part_of_the_key_counts(change, part, engine, monkeypatch):
     model = Net()
     before = key_of(model)
     assert part in changed(before, key_of(change(model, engine, monkeypatch)))
+
+
+def test_ports_and_memory_are_no_launch_facts(monkeypatch):
+    arguments = SimpleNamespace(dtype="bfloat16", tp_size=2, handler=object())
+    monkeypatch.setattr(upstream, "launch_arguments", lambda: arguments)
+    facts = upstream.launch_facts()
+    assert facts == {"dtype": "'bfloat16'", "tp_size": "2"}
+    vars(arguments).update(port=1, random_seed=2, mem_fraction_static=0.3, log_level="error")
+    assert upstream.launch_facts() == facts
+    arguments.tp_size = 4
+    assert upstream.launch_facts() != facts
 
 
 def test_expert_map_is_a_part_of_the_key():
