@@ -84,6 +84,18 @@ def test_weights_are_no_part_of_the_key():
     assert changed(before, key_of(model)) == set()
 
 
+def test_folder_of_the_checkpoint_is_no_part():
+    model = Net()
+    before = key_of(model)
+    model.config._name_or_path = "/another/folder"
+    assert changed(before, key_of(model)) == set()
+    model.config.text_config = {"_name_or_path": "/one", "hidden_size": 4}
+    nested = key_of(model)
+    model.config.text_config = {"_name_or_path": "/two", "hidden_size": 4}
+    assert changed(nested, key_of(model)) == set()
+    assert changed(before, nested) == {"model"}
+
+
 def other_class(model, engine, monkeypatch):
     return OtherNet()
 

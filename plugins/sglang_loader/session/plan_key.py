@@ -71,7 +71,21 @@ def _config_text(config: Any) -> str:
     """Return a model's configuration as text."""
     if not hasattr(config, "to_dict"):
         return repr(config) if is_plain(config) else ""
-    return json.dumps(config.to_dict(), sort_keys=True, default=str)
+    return json.dumps(_without_paths(config.to_dict()), sort_keys=True, default=_type_name)
+
+
+def _without_paths(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration without the folders that it and its parts were read from."""
+    return {
+        name: _without_paths(value) if isinstance(value, dict) else value
+        for name, value in config.items()
+        if name != "_name_or_path"
+    }
+
+
+def _type_name(value: object) -> str:
+    # The text of any other object might have an address.
+    return str(value) if is_plain(value) else _name(type(value))
 
 
 def _plain_attributes(model: nn.Module) -> Iterator[tuple[object, ...]]:
