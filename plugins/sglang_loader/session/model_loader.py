@@ -406,11 +406,12 @@ class ModelLoader:
             if [uses.layout for uses in self.uses] != saved.layouts:
                 raise PlanRefused("the sync has other tensors than the saved load plan")
             self._take_plan(saved.on(collect_destinations(self.model)))
-        except (PlanRefused, ValueError) as error:
+        except Exception as error:  # the weights are right, and the next sync is traced
             # The manifest check must not judge by uses that may be of another model.
-            self.uses = [replace(uses, problem=str(error)) for uses in self.uses]
+            self._checked, reason = None, f"no saved load plan: {error}"
+            self.uses = [replace(uses, problem=reason) for uses in self.uses]
             self._uses_of_bucket = {}
-            self._note_reason(str(error))
+            self._note_reason(reason)
             return
         self.has_unproven_plan = True
         self._reason = self._reason or PROVING_SAVED_PLAN

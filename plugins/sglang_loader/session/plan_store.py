@@ -24,17 +24,12 @@ from typing import Any
 
 from sglang_loader.common.engine_settings import load_plans_folder
 from sglang_loader.common.layout import BucketLayout, digest_of, encode_layout
-from sglang_loader.common.private_files import (
-    FileRefused,
-    keep_newest,
-    read_private,
-    write_private,
-)
+from sglang_loader.common.private_files import keep_newest, read_private, write_private
 from sglang_loader.common.threads import in_thread
 from sglang_loader.load_plan.plan import LoadPlan
 from sglang_loader.load_plan.saved_plan import SavedPlan, decode_plan, encode_plan
 from sglang_loader.load_plan.uses import BucketUses
-from sglang_loader.session.plan_key import CodeChanged, plan_key
+from sglang_loader.session.plan_key import plan_key
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +54,8 @@ class PlanStore:
             return
         try:
             self._key = plan_key(self._model, self._context)
-        except (CodeChanged, OSError) as error:
-            self._refuse(str(error))
+        except Exception as error:  # of a model or configuration of any kind: the load is traced
+            self._refuse(repr(error))
             self._folder = None
 
     def find(self, first: BucketLayout) -> SavedPlan | None:
@@ -73,8 +68,8 @@ class PlanStore:
         try:
             data = read_private(self._path)
             return decode_plan(data, self._key) if data is not None else None
-        except (FileRefused, OSError, ValueError) as error:
-            self._refuse(str(error))
+        except Exception as error:  # whatever is in the file, the load is traced
+            self._refuse(repr(error))
             return None
 
     def take_remarks(self) -> list[str]:
@@ -100,8 +95,8 @@ class PlanStore:
         try:
             write_private(path, encode_plan(key, plan, uses))
             keep_newest(path.parent, MAX_FILES)
-        except (FileRefused, OSError) as error:
-            self._refuse(str(error))
+        except Exception as error:  # nobody waits for this thread
+            self._refuse(repr(error))
 
     def discard(self) -> None:
         """Remove the saved plan. Call this after a failed proof."""

@@ -188,6 +188,18 @@ def test_plan_of_other_destinations_is_not_used():
     assert loader.plan is not None and not loader.has_unproven_plan
 
 
+def test_key_that_cannot_be_made_costs_one_trace(monkeypatch):
+    def fails(model, context):
+        raise TypeError("a configuration of no known kind")
+
+    monkeypatch.setattr(plan_store, "plan_key", fails)
+    loader = ModelLoader(Cast())
+    load(loader, sync_of())
+    assert loader.plan is not None and not loader.has_unproven_plan
+    [remark] = loader.take_remarks()
+    assert "no known kind" in remark
+
+
 def damage(kind, path):
     content = path.read_bytes()
     if kind == "cut":
