@@ -112,8 +112,12 @@ class Strip:
             (self.rows[0] // tall, blocks_across(self.rows[1], tall)),
             (self.columns[0] // wide, blocks_across(self.columns[1], wide)),
         )
-        for part in self.parts:
-            yield from compose(of_scales if part.is_scales else of_values, part.copy)
+        for copy, is_scales in self.parts:
+            places = of_scales if is_scales else of_values
+            if places.is_dense:
+                yield _moved(copy, places.offset + copy.src)
+            else:
+                yield from compose(places, copy)
 
 
 def _aligned(nbytes: int) -> int:
@@ -156,7 +160,7 @@ def divided(
     for copy in copies:
         for part in split_copy(_widest_first(copy), layout.starts):
             tensor = layout.tensors[layout.tensor_at(part.src)]
-            within = replace(part, src=part.src - tensor.offset)
+            within = _moved(part, part.src - tensor.offset)
             scaled = tensor.name.removesuffix(SCALE_SUFFIX)
             if tensor.name in before:
                 parts[tensor.name].append(_Part(within, False))
@@ -174,7 +178,14 @@ def divided(
 
 def _widest_first(copy: StridedCopy) -> StridedCopy:
     """Order the dimensions of a copy by source stride, so that few cuts divide the source."""
+    if len(copy.dims) < 2:
+        return copy
     return replace(copy, dims=tuple(sorted(copy.dims, key=itemgetter(1), reverse=True)))
+
+
+def _moved(copy: StridedCopy, src: int) -> StridedCopy:
+    """Return a copy from another place. There are tens of thousands, and `replace` is slow."""
+    return StridedCopy(copy.storage, src, copy.dst, copy.dims, copy.run, copy.unit)
 
 
 def _check(
@@ -208,6 +219,8 @@ def _strips(
     num_rows = max(1, limit // source_row)  # of blocks in a strip
     values_row, scales_row = tall * columns * VALUES.itemsize, across * SCALES.itemsize
     by_strip: defaultdict[int, list[_Part]] = defaultdict(list)
+    if num_rows * tall >= rows:  # the usual case
+        by_strip[0], parts = [*parts], ()
     for copy, is_scales in parts:
         size = num_rows * (scales_row if is_scales else values_row)
         starts = range(size, copy.src_bounds()[1], size)
