@@ -1,5 +1,8 @@
 """Our quantiser gives the bits of verl's two: its Triton kernel, interpreted, and torch."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -98,3 +101,46 @@ def test_blocks_alone_give_the_bits_of_the_whole():
     part = quantized_by_torch(matrix[128:, 256:512].contiguous(), quantization)
     assert same_bits(part[0], values[128:, 256:512])
     assert same_bits(part[1], scales[1:, 2:4])
+
+
+COMPILE = """
+import re
+import triton
+from collections import Counter
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from sglang_loader.common.copies import quantizer
+from verl.utils.kernel import fp8_kernel
+
+FLOATS = ("least", "lowest", "highest", "eps", "fp8_min", "fp8_max")
+POINTERS = {"sources": "bf16", "results": "fp8e4nv", "scales": "fp32", "tiles": "i32",
+            "entries": "i64", "X": "bf16", "Y": "fp8e4nv", "S": "fp32"}
+OURS = {"ITEM": 2, "TALL": 128, "WIDE": 128}
+VERLS = {"BLOCK_M": 128, "BLOCK_N": 128, "stride_xn": 1, "stride_yn": 1, "stride_sn": 1}
+ARITHMETIC = r"(?:div|mul|max|min|cvt|rcp|fma|abs|add|sub)[.][a-z0-9_.]*(?:f32|e4m3x2)[a-z0-9_.]*"
+
+def operations(kernel, constants):
+    signature = {
+        name: "constexpr" if name in constants
+        else "*" + POINTERS[name] if name in POINTERS
+        else "fp32" if name in FLOATS else "i32"
+        for name in kernel.arg_names
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    compiled = triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": quantizer.NUM_WARPS}
+    )
+    return Counter(re.findall(ARITHMETIC, compiled.asm["ptx"]))
+
+ours = operations(quantizer._quantize_blocks, OURS)
+verls = operations(fp8_kernel._blockwise_cast_to_fp8_kernel, VERLS)
+assert ours == verls, (ours, verls)
+assert {"div.full.f32", "cvt.rn.satfinite.e4m3x2.f32"} <= set(ours), ours
+"""
+
+
+def test_the_kernel_has_the_instructions_of_verls():
+    """The interpreter divides otherwise than a GPU."""
+    pytest.importorskip("triton")
+    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
