@@ -8,7 +8,7 @@ from support.exports import ShardedExport
 from support.served import served
 from support.trainer import report_of_cycle
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 SCALES = (0.5, 2.0, 1.0)
 

@@ -6,13 +6,16 @@ from dataclasses import asdict
 from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from sglang_loader.common.engine_settings import LOAD_PLANS_VARIABLE
 from sglang_loader.common.session.messages import MAKING_PLAN, PROVING_SAVED_PLAN
 from sglang_loader.session import plan_store
-from unit.route_ranks import EngineModel, Rank
+from unit.route_ranks import EngineModel, Rank, local_of
 
 STEPS = ("sync", "step", "sync", "step", "sync")
+LEFT_OUT = "model.layers.1.self_attn.o_proj.weight"
 
 
 class ExchangedModel(EngineModel):
@@ -30,6 +33,16 @@ def _exchanged(name):
     return {first: second, second: first}.get(name, name)
 
 
+class PartialModel(EngineModel):
+    """A loader that leaves a tensor out."""
+
+    def load_weights(self, weights):
+        super().load_weights((name, tensor) for name, tensor in weights if name != LEFT_OUT)
+
+    def wrong(self, export):
+        return super().wrong({name: t for name, t in export.items() if name != LEFT_OUT})
+
+
 class RestartedRank(Rank):
     """A rank that notes, of each sync, why its engine replayed no plan."""
 
@@ -41,25 +54,31 @@ class RestartedRank(Rank):
         super().sync()
         self.reasons.append(self.seen.report["eager_reason"])
 
-    def exchange_targets(self):
+    def step(self):
+        super().step()
+        with torch.no_grad():  # no two tensors are alike
+            for number, parameter in enumerate(self.model.parameters()):
+                if (local := local_of(parameter)).numel():
+                    local.view(-1)[0] += 1 + number + dist.get_rank() / 8
+
+    def load_by(self, kind):
         """Load by another version of the loader, of which the key of these tests has nothing."""
         for model in self.engine.models if self.engine is not None else ():
-            model.__class__ = ExchangedModel
+            model.__class__ = kind
 
 
 def _key(model, context):
     return {"rank": str(model.rank)}
 
 
-def _play_restarted(folder, wires, plant):
-    """What a rank sees before a restart, and after it."""
+def _play_restarted(folder, wires, loaders):
+    """What a rank sees before a restart, and after it, with a loader for each life."""
     lives = []
     variables = {LOAD_PLANS_VARIABLE: folder}
     with mock.patch.dict(os.environ, variables), mock.patch.object(plan_store, "plan_key", _key):
-        for is_restarted in (False, True):
+        for loader in loaders:
             rank = RestartedRank(wires, "moe")
-            if is_restarted and plant:
-                rank.exchange_targets()
+            rank.load_by(loader)
             rank.step()
             for step in STEPS:
                 getattr(rank, step)()
@@ -73,22 +92,35 @@ def _play_restarted(folder, wires, plant):
 @pytest.mark.parametrize("wires", ["pull", "exchange"])
 def test_saved_plan_is_proven_after_a_restart(pool, tmp_path, wires):
     folder = tmp_path / "load-plans"
-    for (before, traced), (after, saved) in pool.run(_play_restarted, str(folder), wires, False):
+    lives = EngineModel, EngineModel
+    for (before, traced), (after, saved) in pool.run(_play_restarted, str(folder), wires, lives):
         assert (traced[0], saved[0]) in ((MAKING_PLAN, PROVING_SAVED_PLAN), (None, None))
         for seen in (before, after):
             assert seen["errors"] == [] and not any(seen["wrong"])
             assert seen["routes"] == ["export", wires, wires]
-            assert seen["proven"] == [True, True, None], "norms that are alike need another proof"
             assert seen["state"] == "PROVEN"
+        assert before["proven"] == [True, None, None]
+        assert after["proven"] == [True, True, None], "another proof, with other weights"
     assert len(list(folder.iterdir())) == 2, "one of each TP rank"
 
 
 def test_wrong_saved_plan_is_traced_in_its_sync(pool, tmp_path):
     folder = tmp_path / "load-plans"
-    for (_, _), (after, reasons) in pool.run(_play_restarted, str(folder), "pull", True):
+    lives = EngineModel, ExchangedModel
+    for (_, _), (after, reasons) in pool.run(_play_restarted, str(folder), "pull", lives):
         assert after["errors"] == [] and not any(after["wrong"])
         assert after["routes"] == ["export", "pull", "pull"]
-        assert after["proven"] == [True, True, None] and after["state"] == "PROVEN"
+        assert after["proven"] == [True, None, None] and after["state"] == "PROVEN"
         assert after["off"] is None
         assert reasons[0] in (MAKING_PLAN, None), "the export that follows is traced"
     assert len(list(folder.iterdir())) == 2, "the right plan has replaced it"
+
+
+def test_a_saved_plan_without_a_tensor_is_found(pool, tmp_path):
+    """Its first proof is good, as the export has just brought that tensor."""
+    lives = PartialModel, EngineModel
+    for _, (after, _) in pool.run(_play_restarted, str(tmp_path / "plans"), "pull", lives):
+        assert after["errors"] == [] and not any(after["wrong"])
+        assert after["routes"] == ["export", "pull", "export"]
+        assert after["proven"] == [True, False, None] and after["state"] == "OFF"
+        assert LEFT_OUT in after["off"] or "held" in after["off"]

@@ -279,13 +279,16 @@ class Session:
             self._num_alike = self._held.num_alike
             self._held = None
         proves_route = self._descriptor.proof == "route"
+        is_saved = any(loader.has_unproven_plan for loader in self._loaders)
         if not self.differing:
+            # What a saved plan leaves out has the right bytes until the weights change. So there is
+            # another proof, with other weights.
+            self._num_alike += is_saved
             for loader in self._loaders if proves_route else ():
                 loader.trust_plan()
             return
         if proves_route:  # nothing of this session may be served
             # The export that follows must not be loaded by a plan that may be at fault.
-            is_saved = any(loader.has_unproven_plan for loader in self._loaders)
             for loader in self._loaders:
                 loader.doubt_plan(
                     f"the proof of a route found {len(self.differing)} tensors with wrong "

@@ -316,7 +316,8 @@ class Loaded(_Message, frozen=True, kw_only=True):
         may_read_in_place: a plan holds, so that later buckets may be the trainer's own memory.
         differing: in a session with proof "served", the tensors that this rank held with other
             bytes than the export has.
-        num_alike: in a session with a proof, the storages that hold the same bytes as another.
+        num_alike: in a session with a proof, the storages that hold the same bytes as another, and
+            the load plans that an earlier process had saved. Only a later proof tells more of them.
         host: the same in processes that may be able to map each other's memory.
         seconds: the engine rank's time in the session: "waiting" for the trainer, "launching"
             (Python code and eager loads), "copying" (waiting for the device), "proving" (taking
