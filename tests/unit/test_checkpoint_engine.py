@@ -4,6 +4,7 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from support.settings import settings_of
@@ -36,6 +37,7 @@ class Trainer:
         )
         self._checkpoint_engine = engine
         monkeypatch.setattr(checkpoint_engine.ray, "get_actor", self._actor)
+        monkeypatch.setattr(checkpoint_engine, "current_device", lambda: torch.device("cpu"))
         clients = {f"http://{name}:1": engine for name, engine in self.engines.items()}
         monkeypatch.setattr(checkpoint_engine, "SGLangServerClient", lambda url, **_: clients[url])
         monkeypatch.setattr(adapter, "collect_adapter", lambda *_, **__: UPDATE)
