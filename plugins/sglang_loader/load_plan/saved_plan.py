@@ -16,7 +16,13 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from msgspec.structs import replace
 
-from sglang_loader.common.layout import BucketLayout, dtype_name, dtype_of
+from sglang_loader.common.layout import (
+    BucketLayout,
+    decode_layout,
+    dtype_name,
+    dtype_of,
+    encode_layout,
+)
 from sglang_loader.common.regions.geometry import StridedCopy
 from sglang_loader.common.regions.intervals import Interval
 from sglang_loader.load_plan.destinations import Destinations
@@ -132,12 +138,21 @@ def decode_plan(data: bytes, key: Mapping[str, str]) -> SavedPlan | None:
         ValueError: the bytes are no plan.
     """
     saved = _decoder.decode(data)  # msgspec's errors are ValueErrors
-    return saved if saved.key == key else None
+    if saved.key != key:
+        return None
+    # Each sync compares these layouts with those of its messages. Of 18,867 tensors that takes some
+    # milliseconds, unless they are the same objects.
+    return replace(saved, buckets=tuple(map(_with_shared_layout, saved.buckets)))
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=dtype_name)
 # The hook also gets the two dtypes of `Unit.cast`, which are plain objects there.
 _decoder = msgspec.msgpack.Decoder(SavedPlan, dec_hook=dtype_of)
+
+
+def _with_shared_layout(bucket: _SavedBucket) -> _SavedBucket:
+    """Return the bucket with the layout object that messages about this bucket decode to."""
+    return replace(bucket, layout=decode_layout(encode_layout(bucket.layout)))
 
 
 def _saved_bucket(bucket: BucketPlan, uses: BucketUses) -> _SavedBucket:

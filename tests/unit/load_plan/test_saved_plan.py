@@ -12,7 +12,7 @@ from torch import nn
 import sglang_loader.session.plan_store as plan_store
 from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.engine_settings import LOAD_PLANS_VARIABLE
-from sglang_loader.common.layout import BucketLayout
+from sglang_loader.common.layout import BucketLayout, decode_layout, encode_layout
 from sglang_loader.session.model_loader import ModelLoader
 from sglang_loader.session.plan_store import PlanStore
 from sglang_loader.session.proof import HeldWeights
@@ -121,6 +121,16 @@ def test_restarted_loader_uses_the_saved_plan():
         eager.load_weights(iter(layout.views(buffer)))
     assert torch.equal(loader.model.fused, eager.fused)
     assert torch.equal(loader.model.cast, eager.cast)
+
+
+def test_saved_plan_has_the_layouts_of_messages():
+    """Equal ones are compared tensor by tensor in each sync, which costs milliseconds for 30 B."""
+    buckets = [(decode_layout(encode_layout(layout)), buffer) for layout, buffer in sync_of()]
+    save(Cast(), buckets)
+    loader = ModelLoader(Cast())
+    load(loader, buckets)
+    for (layout, _), planned, uses in zip(buckets, loader.plan.buckets, loader.uses, strict=True):
+        assert planned.layout is layout and uses.layout is layout
 
 
 def test_first_sync_with_saved_plan_is_not_traced(monkeypatch):
