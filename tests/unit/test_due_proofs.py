@@ -13,7 +13,7 @@ from sglang_loader.load_plan.executor import PlanExecutor
 from unit.route_ranks import Rank
 from unit.serving_engine import ByName, ServingEngine, colocated, synced
 from verl_sglang_sync.engine.engine_ranks import EngineRank
-from verl_sglang_sync.engine.readers import EngineReader
+from verl_sglang_sync.engine.known_ranks import KnownEngineRank
 from verl_sglang_sync.engine.server_client.errors import ReplyLost, ServerUnreachable
 from verl_sglang_sync.engine.session import EngineCannotMap, TrainerSession
 from verl_sglang_sync.routes.staging_ring import StagingRing
@@ -131,7 +131,7 @@ def test_a_refuted_plan_is_not_used_again(monkeypatch):
     "error", [PeerLost("silent"), ReplyLost("lost"), ServerUnreachable("refused")], ids=repr
 )
 def test_an_error_naming_its_rank_keeps_its_kind(error):
-    engine = EngineRank("http://h:1, TP rank 0", Mock(), Mock(), EngineReader())
+    engine = EngineRank("http://h:1, TP rank 0", Mock(), Mock(), KnownEngineRank())
     text = f"http://h:1, TP rank 0: .*{error.args[0]}"
     with pytest.raises(type(error), match=text), engine.naming_errors():
         raise error

@@ -23,7 +23,7 @@ from sglang_loader.session import serve as session
 from support.settings import settings_of
 from unit.serving_engine import ByName
 from verl_sglang_sync.engine.engine_ranks import EngineRank, OpeningRequest, wait_for
-from verl_sglang_sync.engine.readers import EngineReader
+from verl_sglang_sync.engine.known_ranks import KnownEngineRank
 from verl_sglang_sync.engine.session import (
     BlockNotMapped,
     EngineCannotMap,
@@ -161,7 +161,7 @@ def wait_until_loaded(trainer):
 
 def alone(trainer):
     """The engine rank of a session that no request has opened."""
-    return EngineRank("", trainer, OpeningRequest(None, None), EngineReader())
+    return EngineRank("", trainer, OpeningRequest(None, None), KnownEngineRank())
 
 
 def send_all(trainer, ring):

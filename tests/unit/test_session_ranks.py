@@ -13,7 +13,7 @@ from unit.serving_engine import ServingEngine, colocated, synced
 from unit.test_session_commit import SETTINGS
 from verl_sglang_sync import WeightSyncError
 from verl_sglang_sync.engine.engine_ranks import EngineRank
-from verl_sglang_sync.engine.readers import EngineReader
+from verl_sglang_sync.engine.known_ranks import KnownEngineRank
 from verl_sglang_sync.engine.server_client.errors import RequestFailed, ServerError
 from verl_sglang_sync.engine.session import EngineFailed, TrainerSession
 from verl_sglang_sync.ranks import RankLost, TrainerRanks
@@ -86,7 +86,7 @@ def test_a_commit_without_outcome_may_be_served(is_silent, text, monkeypatch):
 def test_a_dead_server_is_named_despite_earlier_failures():
     """A death ends the collective for the other engines as well."""
     session = SimpleNamespace(abort=lambda *_: None)
-    reader = EngineReader()
+    reader = KnownEngineRank()
     requests = [failed_request(BAD), failed_request(LOST)]
     engines = [EngineRank("", session, request, reader) for request in requests]
     report = SyncReport(mode="disaggregated", replica=None)

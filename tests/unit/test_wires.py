@@ -11,7 +11,7 @@ from sglang_loader.common.regions.read import Read
 from sglang_loader.common.rounds import RoundPart, SentRound
 from unit import route_ranks
 from unit.route_ranks import TP, Rank
-from verl_sglang_sync.engine.readers import EngineReader
+from verl_sglang_sync.engine.known_ranks import KnownEngineRank
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.table.sending import check_parts
 from verl_sglang_sync.routes.table.transports import count_pairs
@@ -101,8 +101,8 @@ def test_all_of_an_own_shard_may_be_sent():
 
 
 def test_the_bytes_of_each_pair_are_counted():
-    engines = [SimpleNamespace(reader=EngineReader()) for _ in range(2)]
-    engines[1].reader.rounds = [SentRound((RoundPart((Read(0, 0, (), 24, 0),), 32),))] * 2
+    engines = [SimpleNamespace(known=KnownEngineRank()) for _ in range(2)]
+    engines[1].known.rounds = [SentRound((RoundPart((Read(0, 0, (), 24, 0),), 32),))] * 2
     report = SyncReport(mode="compiled", replica=0)
     count_pairs(report, engines)
     assert report.pair_bytes == [[0, 48]] and report.sent_bytes == 48

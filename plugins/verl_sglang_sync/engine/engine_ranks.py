@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 from sglang_loader.common.ranks import drop_frames
 from sglang_loader.common.session.messages import SESSION_FORMAT, PeerLost, SessionError
-from verl_sglang_sync.engine.readers import EngineReader
+from verl_sglang_sync.engine.known_ranks import KnownEngineRank
 from verl_sglang_sync.engine.server_client import operations
 from verl_sglang_sync.engine.server_client.errors import ReplyLost, ServerUnreachable
 from verl_sglang_sync.engine.server_client.operations import Call
@@ -140,13 +140,13 @@ class EngineRank:
     Attributes:
         name: for error messages. "" if colocated, because its errors name the TP rank themselves.
         request: opened the sessions of its replica.
-        reader: what is kept of it from sync to sync.
+        known: what is kept of it from sync to sync.
     """
 
     name: str
     session: TrainerSession
     request: OpeningRequest
-    reader: EngineReader
+    known: KnownEngineRank
 
     @contextmanager
     def naming_errors(self) -> Iterator[None]:

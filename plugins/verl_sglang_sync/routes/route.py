@@ -46,7 +46,7 @@ from sglang_loader.common.ranks import Ranks, Reason
 from sglang_loader.common.session.messages import Loaded
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.engine_ranks import EngineRank
-from verl_sglang_sync.engine.readers import EngineReader
+from verl_sglang_sync.engine.known_ranks import KnownEngineRank
 from verl_sglang_sync.report import SyncReport, warn_once
 from verl_sglang_sync.sources.bucket_cutter import Bucket, BucketCutter
 from verl_sglang_sync.sources.comparison import Comparison
@@ -182,8 +182,8 @@ class RouteContext:
 
     Attributes:
         device: the device of the parameters, staging buffers and scratch on this rank.
-        readers: returns this rank's engine ranks. Returns the same objects as long as the engine
-            ranks stay the same.
+        known_ranks: returns this rank's engine ranks. Returns the same objects as long as the
+            engine ranks stay the same.
         first_reader: the number of the first engine rank. If 0, the engine rank and the trainer
             rank with the same number share a device. Otherwise engine ranks have devices of their
             own, and the set of engine ranks may change.
@@ -192,7 +192,7 @@ class RouteContext:
     ranks: Ranks
     device: torch.device
     settings: WeightSyncConfig
-    readers: Callable[[], Sequence[EngineReader]]
+    known_ranks: Callable[[], Sequence[KnownEngineRank]]
     first_reader: int = 0
 
     def __post_init__(self) -> None:
@@ -227,9 +227,9 @@ class Route:
         self._device = context.device
         self._source_map = context.source_map
         self._cutter = context.cutter
-        self._readers = context.readers
+        self._known_ranks = context.known_ranks
         self._first_reader = context.first_reader
-        self._prepared_for: Sequence[EngineReader] = ()
+        self._prepared_for: Sequence[KnownEngineRank] = ()
         self._num_syncs = 0  # good syncs since the proof
         self._num_short = 0  # proofs in a row that no good sync has followed
         self._distance = 0  # syncs from the last failure to the next try
@@ -298,7 +298,7 @@ class Route:
 
     def _have_changed(self) -> bool:
         """Return True if this rank's engine ranks have changed since `learn`."""
-        return list(self._readers()) != list(self._prepared_for)
+        return list(self._known_ranks()) != list(self._prepared_for)
 
     def _conclude(self, reason: Reason | None) -> None:
         """End `learn`. If there is a reason, refuse the route."""

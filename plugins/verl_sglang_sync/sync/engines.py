@@ -22,7 +22,7 @@ from sglang_loader.common.session.messages import Proof
 from sglang_loader.common.shared_memory import BufferHandle
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.engine_ranks import EngineRank, EngineServer, OpeningRequest
-from verl_sglang_sync.engine.readers import EngineReader
+from verl_sglang_sync.engine.known_ranks import KnownEngineRank
 from verl_sglang_sync.engine.session import SentHandles, SessionSockets, TrainerSession
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroup, UpdateGroups
 from verl_sglang_sync.ranks import TrainerRanks, own_rank, world_size
@@ -59,7 +59,7 @@ class ColocatedEngine:
 
     def __post_init__(self) -> None:
         self.sockets = SessionSockets()
-        self._readers = (EngineReader(),)
+        self._known_ranks = (KnownEngineRank(),)
         self._names, self._sent = BlockNames(), SentHandles()
 
     def open(
@@ -69,15 +69,15 @@ class ColocatedEngine:
         settings, request = self._settings, OpeningRequest(self._engine, task.version)
         session = TrainerSession(self.sockets, settings, self._names, self._sent, proof=proof)
         stack.enter_context(session)
-        engine_ranks.append(EngineRank("", session, request, self._readers[0]))
+        engine_ranks.append(EngineRank("", session, request, self._known_ranks[0]))
         descriptors, of_replica = self._ranks.gather(session.descriptor), self._ranks.replica_ranks
         if own_rank() == of_replica[0]:
             request.post([descriptors[rank] for rank in of_replica])
         return MappedDelivery(engine_ranks, settings, task.report)
 
-    def readers(self) -> Sequence[EngineReader]:
+    def known_ranks(self) -> Sequence[KnownEngineRank]:
         """Return the engine rank."""
-        return self._readers
+        return self._known_ranks
 
     def record(self, handle: BufferHandle) -> None:
         """Write down a handle before it leaves this process."""
@@ -104,9 +104,9 @@ class RemoteEngines:
 
     def __post_init__(self) -> None:
         remove_orphans()  # as a session's trainer does when it makes a folder of its own
-        self._readers: Sequence[EngineReader] = ()
+        self._known_ranks: Sequence[KnownEngineRank] = ()
         self._sending: UpdateGroup | None = None  # of the last sync in which all ranks might send
-        self._readers_group = ""  # name of the group of these engine ranks
+        self._known_group = ""  # name of the group of these engine ranks
         # By server and TP rank. An engine that was started anew says that it maps nothing.
         self._sent: dict[tuple[str, int], SentHandles] = {}
         self._folder: SessionFolder | None = None  # made with the first handle, which it lists
@@ -129,12 +129,12 @@ class RemoteEngines:
         limit_s = settings.request_timeout_s
         return BroadcastDelivery(engine_ranks, group.process_group, limit_s, task.report)
 
-    def readers(self) -> Sequence[EngineReader]:
+    def known_ranks(self) -> Sequence[KnownEngineRank]:
         """Return all engine ranks, on the first trainer rank.
 
         If the engine ranks change, these are new objects.
         """
-        return self._readers
+        return self._known_ranks
 
     def record(self, handle: BufferHandle) -> None:
         """Write down a handle before it leaves this process."""
@@ -149,13 +149,13 @@ class RemoteEngines:
 
     def _group_of(self, groups: UpdateGroups, replicas: Sequence[Replica]) -> UpdateGroup:
         group = groups.with_replicas(replicas)
-        if group.name != self._readers_group:
+        if group.name != self._known_group:
             self._senders.abandon()  # its engine ranks leave when the next is formed
             groups.abandoned += self._senders.abandoned
             self._senders.abandoned = []
-            self._readers_group = group.name
-            self._readers = [
-                EngineReader(replica=number)
+            self._known_group = group.name
+            self._known_ranks = [
+                KnownEngineRank(replica=number)
                 for number, replica in enumerate(replicas)
                 for _ in range(replica.num_ranks)
             ]
@@ -169,10 +169,10 @@ class RemoteEngines:
         """
         if group is None:
             return self._senders.with_replicas(None)
-        numbers = {reader.replica for reader in self._readers if reader.is_sent_to}
+        numbers = {known.replica for known in self._known_ranks if known.is_sent_to}
         # Engines that have changed are not known yet. This sync is exported, but the other trainer
         # ranks wait for a group.
-        numbers = numbers or {reader.replica for reader in self._readers}
+        numbers = numbers or {known.replica for known in self._known_ranks}
         sent_to = [replica for number, replica in enumerate(group.replicas) if number in numbers]
         is_same = world_size() == 1 and len(sent_to) == len(group.replicas)
         return group if is_same else self._senders.with_replicas(sent_to)
@@ -189,12 +189,12 @@ class RemoteEngines:
         """Request a session with each engine rank of every replica, which stop serving until it
         ends. Engine ranks are added to `engine_ranks` before their replica's request is sent.
         """
-        sockets, readers = SessionSockets(self._senders.address), iter(self._readers)
+        sockets, known_ranks = SessionSockets(self._senders.address), iter(self._known_ranks)
         for replica in group.replicas:
             request = OpeningRequest(replica.client, version)
             descriptors = []
             for rank in range(replica.num_ranks):
-                reader = next(readers)
+                known = next(known_ranks)
                 session = TrainerSession(
                     sockets,
                     self._settings,
@@ -202,13 +202,13 @@ class RemoteEngines:
                     self._sent.setdefault((replica.base_url, rank), SentHandles()),
                     proof=proof,
                     group=group.name,
-                    senders=senders if reader.is_sent_to else "",
+                    senders=senders if known.is_sent_to else "",
                     secret=group.secret,
                 )
                 stack.enter_context(session)
                 descriptors.append(session.descriptor)
                 name = f"{replica.base_url}, TP rank {rank}"
-                engine_ranks.append(EngineRank(name, session, request, reader))
+                engine_ranks.append(EngineRank(name, session, request, known))
             request.post(descriptors)
 
     def abandon(self) -> None:

@@ -203,7 +203,7 @@ class Sessions:
             RouteOutdated: an engine rank holds another load plan than the one of the proof.
         """
         for engine_rank in self.engine_ranks if not proves else ():
-            if engine_rank.session.plan != engine_rank.reader.proven_plan:
+            if engine_rank.session.plan != engine_rank.known.proven_plan:
                 raise RouteOutdated("an engine's load plan is not the one of the proof")
 
     def count(self, bucket: Bucket) -> None:

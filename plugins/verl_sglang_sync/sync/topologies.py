@@ -35,7 +35,7 @@ def colocated_sync(
     num_buffers = settings.num_staging_buffers
     ring = StagingRing(device, num_buffers=num_buffers, bucket_bytes=settings.bucket_bytes)
     engines = ColocatedEngine(engine, ranks, settings)
-    context = RouteContext(ranks, device, settings, engines.readers)
+    context = RouteContext(ranks, device, settings, engines.known_ranks)
     route = TableRoute(context, engines.record, Exchange(ring, settings.request_timeout_s))
     return WeightSync(context, engines=engines, route=route, ring=ring)
 
@@ -61,7 +61,7 @@ def disaggregated_sync(
     engines = RemoteEngines(groups, make_groups(trainers=ranks), settings)
     # Engine ranks are numbered after the trainer's ranks, with which they form a group.
     first_reader = world_size()
-    context = RouteContext(ranks, device, settings, engines.readers, first_reader)
+    context = RouteContext(ranks, device, settings, engines.known_ranks, first_reader)
     send = Send(engines.sending_group, ranks.poll, settings.request_timeout_s, device)
     route = engines.route = TableRoute(context, engines.record, send)
     return WeightSync(context, engines=engines, route=route, ring=ring)

@@ -375,7 +375,7 @@ class WeightSync:
             self._route.note_unmapped()
         if proof == "route":
             for engine_rank in sessions.engine_ranks:
-                engine_rank.reader.proven_plan = engine_rank.session.plan
+                engine_rank.known.proven_plan = engine_rank.session.plan
         if proof != "none":
             self._note_compared(sync_pass, loaded)
 

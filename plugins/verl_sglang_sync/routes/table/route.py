@@ -155,14 +155,14 @@ class TableRoute(Route):
     def learn(self, sync: ExportedSync) -> None:
         self.forget()
         self._sender, self._listed_rounds, self.sends = None, [], False
-        readers, hosts = self._readers(), [outcome.host for outcome in sync.loaded]
-        assert len(readers) == len(hosts), "one outcome for each engine rank of this rank"
+        known, hosts = self._known_ranks(), [outcome.host for outcome in sync.loaded]
+        assert len(known) == len(hosts), "one outcome for each engine rank of this rank"
         num_unplanned = sum(not outcome.may_read_in_place for outcome in sync.loaded)
         gathered = self._ranks.gather((host_id(), hosts, num_unplanned))
         trainer_hosts, reader_hosts, nums_unplanned = zip(*gathered, strict=True)
         first = sum(map(len, reader_hosts[: own_rank()]))
         self._own_readers = range(first, first + len(hosts))
-        self._prepared_for = readers
+        self._prepared_for = known
         if sum(nums_unplanned):
             self._note_obstacle(f"{sum(nums_unplanned)} engine ranks have no load plan")
             return
@@ -211,12 +211,12 @@ class TableRoute(Route):
         own = [wires.is_sent_to(reader, owners) for reader in self._own_readers]
         sent_to = list(chain(*self._ranks.gather(own)))
         self.sends = any(sent_to)
-        pairs = list(zip(self._readers(), own, strict=True))
-        replicas = {reader.replica for reader, is_sent_to in pairs if is_sent_to}
-        for reader, is_sent_to in pairs:
+        pairs = list(zip(self._known_ranks(), own, strict=True))
+        replicas = {known.replica for known, is_sent_to in pairs if is_sent_to}
+        for known, is_sent_to in pairs:
             # All engine ranks of a replica are in the group of those that are sent to.
-            is_in_group = not self._is_colocated and reader.replica in replicas
-            reader.is_sent_to = is_sent_to or is_in_group
+            is_in_group = not self._is_colocated and known.replica in replicas
+            known.is_sent_to = is_sent_to or is_in_group
         if self.sends and not self._may_send:
             return (
                 f"{sum(sent_to)} of {len(sent_to)} engine ranks are on other nodes than trainer "
@@ -316,7 +316,7 @@ class TableRoute(Route):
             return
         differences = differing_replicas(traced, sources, self._ranks, self._device)
         assert self._wires is not None, "the wires are chosen before anything is compared"
-        replicas: list[object] = [reader.replica for reader in self._readers()]
+        replicas: list[object] = [known.replica for known in self._known_ranks()]
         if self._is_colocated:
             replicas = [self._ranks.replica_ranks for _ in self._own_readers]
         readers = list(zip(replicas, self._own_readers, strict=True))
@@ -414,15 +414,15 @@ class TableRoute(Route):
         """Make ready to send, with the rounds that the engine ranks have listed. Collective."""
         plan = self._plan
         assert plan is not None, "a prepared route has a plan"
-        pairs = zip(self._own_readers, [engine.reader for engine in engines], strict=True)
-        own = {position: reader for position, reader in pairs if reader.is_sent_to}
-        named = {position: reader.rounds_digest for position, reader in own.items()}
+        pairs = zip(self._own_readers, [engine.known for engine in engines], strict=True)
+        own = {position: known for position, known in pairs if known.is_sent_to}
+        named = {position: known.rounds_digest for position, known in own.items()}
         listed = list(chain(*(of_rank.items() for of_rank in self._ranks.gather(named))))
         if self._sender is None or not self._ranks.all(listed == self._listed_rounds):
             self.free_scratch()
             # Each trainer rank needs only its own parts of the rounds.
             parts = [
-                encode_parts({at: parts_of(reader.rounds, rank) for at, reader in own.items()})
+                encode_parts({at: parts_of(known.rounds, rank) for at, known in own.items()})
                 for rank in range(world_size())
             ]
             by_reader: dict[int, list[RoundPart]] = {}
@@ -493,10 +493,10 @@ class TableSource(SyncSource):
                     host=host,
                     num_ranks=world_size(),
                     round_bytes=route._round_bytes,
-                    rounds=engine.reader.rounds_digest if engine.reader.is_sent_to else None,
+                    rounds=engine.known.rounds_digest if engine.known.is_sent_to else None,
                 )
         if route.sends:
-            sent_to = [engine for engine in engines if engine.reader.is_sent_to]
+            sent_to = [engine for engine in engines if engine.known.is_sent_to]
             # All ranks go on to the collectives of the rounds, or none does.
             with route._ranks.section(), self._report.stage("plan"):
                 self._receive_rounds(sent_to)
@@ -517,13 +517,13 @@ class TableSource(SyncSource):
         route = self._route
         route._ranks.poll(waiting(engines, has_listed, route._limit_s, "no list of rounds came"))
         for engine in engines:
-            listed, reader = engine.session.rounds, engine.reader
+            listed, known = engine.session.rounds, engine.known
             assert listed is not None, "waited for"
             with engine.naming_errors():
                 if listed.data is not None:
-                    reader.rounds = decode_rounds(listed.data, world_size())
-                    reader.rounds_digest = listed.digest
-                elif listed.digest != reader.rounds_digest:
+                    known.rounds = decode_rounds(listed.data, world_size())
+                    known.rounds_digest = listed.digest
+                elif listed.digest != known.rounds_digest:
                     raise SessionError(f"rounds {listed.digest} were never sent to the trainer")
 
     def confirm(self) -> None:

@@ -100,7 +100,7 @@ class _ExchangedRounds(RoundsInSync):
     ) -> None:
         self._sender, self._ring, self._report, self._limit_s = sender, ring, report, limit_s
         self._engines = engines
-        own = engines[0].reader.rounds if engines else ()
+        own = engines[0].known.rounds if engines else ()
         nothing = [0] * sender.plan.num_ranks
         self._sizes = [each.sizes for each in own]
         self._num_own = len(own)
@@ -235,8 +235,8 @@ class _SentRounds(GroupDelivery, RoundsInSync):
     def _receives(self, engine: EngineRank, number: int) -> list[int]:
         """Return the bytes that an engine rank receives from each rank of the group."""
         sizes, num_ranks = [0] * self._sender.plan.num_ranks, world_size()
-        if number < len(engine.reader.rounds):
-            sizes[:num_ranks] = engine.reader.rounds[number].sizes
+        if number < len(engine.known.rounds):
+            sizes[:num_ranks] = engine.known.rounds[number].sizes
         return sizes
 
     def _start(self, number: int) -> None:
@@ -256,7 +256,7 @@ def count_pairs(report: SyncReport, engines: Sequence[EngineRank]) -> None:
     """Record the bytes that each trainer rank has sent to each of these engine ranks."""
     by_reader = []
     for engine in engines:
-        payloads = [[0] * world_size(), *(each.payloads for each in engine.reader.rounds)]
+        payloads = [[0] * world_size(), *(each.payloads for each in engine.known.rounds)]
         by_reader.append([sum(of_rank) for of_rank in zip(*payloads, strict=True)])
     report.pair_bytes = [list(of_rank) for of_rank in zip(*by_reader, strict=True)]
     report.sent_bytes = sum(map(sum, report.pair_bytes))

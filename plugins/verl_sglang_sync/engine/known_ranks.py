@@ -1,4 +1,4 @@
-"""The engine ranks that read a trainer rank's weights, as kept from sync to sync."""
+"""What a trainer rank keeps of its engine ranks from sync to sync."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from sglang_loader.common.rounds import SentRound
 
 
-class EngineReader:
-    """One engine rank.
+class KnownEngineRank:
+    """The part of an engine rank that is kept from sync to sync.
 
     Args:
         replica: number of its replica among those that this trainer rank has sessions with.
