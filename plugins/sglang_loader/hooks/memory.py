@@ -38,7 +38,7 @@ from sglang_loader.common.engine_settings import (
 from sglang_loader.common.regions.intervals import num_bytes
 from sglang_loader.common.stage_costs import Cost, by_rank
 from sglang_loader.hooks.request_gate import closing_reason, refuse_requests, set_gate
-from sglang_loader.hooks.tp_ranks import TPRanks, attempt
+from sglang_loader.hooks.tp_ranks import TPRanks, run_step
 from sglang_loader.host_backup.allocations import (
     WEIGHTS_TAG,
     enumeration_problem,
@@ -145,7 +145,7 @@ def release_tags(original: Original, updater: Any, request: Any) -> Any:
     backup = backup_of(model) if WEIGHTS_TAG in tags else None
     started = time.perf_counter()
     if failure is None and backup is not None:
-        _, problem = attempt(partial(backup.save, model))
+        _, problem = run_step(partial(backup.save, model))
         if problem is not None:
             failure = f"release of {tags} refused: the weights could not be saved: {problem}"
     # If one rank refuses, no rank releases: the ranks' memory must stay in step.
@@ -212,7 +212,7 @@ def _call_by_tag(
         tag_request.tags = [tag]
         reply = original(updater, tag_request)
         if tag == WEIGHTS_TAG and backup is not None:
-            _, problem = attempt(backup.restore)
+            _, problem = run_step(backup.restore)
             if problem is not None:
                 failure = ranks.named(f"the weights could not be restored: {problem}")
         seconds, host_bytes = time.perf_counter() - started, _host_bytes(updater, tag)

@@ -1,7 +1,7 @@
 """The TP ranks of an engine, which execute one request together.
 
     ranks = TPRanks(updater)
-    _, failure = attempt(step)                # an exception ends no process
+    _, failure = run_step(step)               # an exception ends no process
     if failures := ranks.failures(failure):   # the same list on all ranks
         ...
 
@@ -59,7 +59,7 @@ class TPRanks(Ranks):
         return f"{self.name} {self.rank}: {failure}" if failure else None
 
 
-def attempt(step: Callable[[], Result]) -> tuple[Result | None, str | None]:
+def run_step(step: Callable[[], Result]) -> tuple[Result | None, str | None]:
     """Return the step's result, or the traceback of what the step raised."""
     try:
         return step(), None

@@ -40,7 +40,7 @@ from sglang_loader.hooks.request_gate import (
     note_published,
     set_gate,
 )
-from sglang_loader.hooks.tp_ranks import TPRanks, attempt
+from sglang_loader.hooks.tp_ranks import TPRanks, run_step
 from sglang_loader.hooks.update_groups import groups_of
 from sglang_loader.host_backup.allocations import WEIGHTS_TAG, under_weights_tag
 from sglang_loader.host_backup.backup import backup_of, create_backup
@@ -133,7 +133,7 @@ def _serve_session(update: WeightUpdate, updater: Any, request: Any) -> list[str
         )
 
     # A request without a descriptor fails in `load`, in step with the other TP ranks.
-    descriptor, reason = attempt(descriptor_of_rank)
+    descriptor, reason = run_step(descriptor_of_rank)
     if descriptor is not None:
         update.manifest_check = descriptor.manifest_check
         update.syncs_draft = descriptor.syncs_draft
@@ -252,10 +252,10 @@ class WeightUpdate:
         """
         failure = self._load_in_frame(load)
         # After a failure, too: the prefix caches of all TP ranks must stay equal.
-        _, unflushed = attempt(self.flush)
+        _, unflushed = run_step(self.flush)
         failure = failure or unflushed
         if failure is None:
-            _, failure = attempt(self.view_sync)
+            _, failure = run_step(self.view_sync)
         stale = self._ranks.named(self._backup.stale_once_synced)
         named = self._ranks.named(failure)
         has_view, kind = self._view is not None, self.failure_kind
@@ -276,7 +276,7 @@ class WeightUpdate:
         is_last: bool | None = True
         # The trainer gets Loaded only when all ranks are sure. Its Commit is the last word.
         if not failures:
-            is_last, failure = attempt(await_commit)
+            is_last, failure = run_step(await_commit)
             failures = self._ranks.failures(failure)
         if not failures:
             self._backup.sync_completed()
@@ -293,15 +293,15 @@ class WeightUpdate:
     def _load_in_frame(self, load: Callable[[], None]) -> str | None:
         """Load within SGLang's `UpdateFrame`. Return this rank's failure, or None."""
         find_runners = partial(runners_of, self._updater, syncs_draft=self.syncs_draft)
-        runners, failure = attempt(find_runners)
+        runners, failure = run_step(find_runners)
         if runners is None:
             return failure
         self.models = [runner.model for runner in runners]
         frame = UpdateFrame(self._updater, runners)
-        _, failure = attempt(frame.begin)
+        _, failure = run_step(frame.begin)
         if failure is None:
-            _, failure = attempt(load)
-            _, unfinished = attempt(frame.end)
+            _, failure = run_step(load)
+            _, unfinished = run_step(frame.end)
             failure = failure or unfinished
         self._has_begun = self._has_begun or frame.is_open
         return failure
@@ -329,7 +329,7 @@ class WeightUpdate:
         """Judge the tensors together. Return the reasons against publication, on all ranks."""
         reason: str | None = None
         if self._view is None:
-            self._view, reason = attempt(partial(view_of_sync, self._layouts, self.models))
+            self._view, reason = run_step(partial(view_of_sync, self._layouts, self.models))
         if failures := self._ranks.failures(reason):
             return failures
         assert self._view is not None, "a rank without a view has failed"
