@@ -111,7 +111,7 @@ def test_the_first_sync_records_and_later_ones_replay():
     assert loader_of(model) is loader
     first = sync(loader, 1.0)
     assert (first.num_replayed, first.num_eager) == (0, 2)
-    assert first.may_read_in_place
+    assert first.has_plan
     check_loaded(model, 1.0)
     calls = model.calls
     for value in (2.0, 3.0):
@@ -196,18 +196,18 @@ def test_short_lived_plans_are_retried_more_rarely():
     for number in range(sum(range(MAX_RECORDINGS)) + 2 * MAX_SYNCS_APART + 10):
         # What the last plan was made of never comes again, until the end.
         layouts = orders[len(tried) % 2]
-        if sync(loader, float(number), layouts=layouts).may_read_in_place:
+        if sync(loader, float(number), layouts=layouts).has_plan:
             tried.append(number)
     apart = [later - earlier - 1 for earlier, later in pairwise(tried)]
     assert apart[: MAX_RECORDINGS - 1] == [0] * (MAX_RECORDINGS - 1)
     assert apart[MAX_RECORDINGS - 1 :] == [1, 2, 4, 8, 16, 32, MAX_SYNCS_APART]
     last = orders[(len(tried) - 1) % 2]
-    while not sync(loader, 1.0, layouts=last).may_read_in_place:
+    while not sync(loader, 1.0, layouts=last).has_plan:
         pass
     assert sync(loader, 1.0, layouts=last).num_eager == 0
     for number, layouts in enumerate(orders):
         outcome = sync(loader, float(number), layouts=layouts)
-    assert outcome.may_read_in_place, "a plan that has lasted begins the count anew"
+    assert outcome.has_plan, "a plan that has lasted begins the count anew"
 
 
 @pytest.mark.parametrize("kind", [Rebinds, Overlaps])
@@ -219,7 +219,7 @@ def test_a_model_without_plan_is_traced_once(kind, caplog):
             calls = model.calls
             outcome = sync(loader, value)
             assert outcome.num_eager == 2
-            assert not outcome.may_read_in_place
+            assert not outcome.has_plan
             check_loaded(model, value)
     assert model.calls - calls == 2
     assert caplog.text.count("load_weights loads buckets, not the load plan") == 1
@@ -230,7 +230,7 @@ def test_a_source_is_never_changed():
     loader = loader_of(model)
     for value, num_replayed in ((1.0, 0), (2.0, 2), (3.0, 2)):
         outcome = sync(loader, value)
-        assert outcome.may_read_in_place
+        assert outcome.has_plan
         assert outcome.num_replayed == num_replayed
         check_loaded(model, value + 1)
 
@@ -241,7 +241,7 @@ def test_an_eager_sync_keeps_the_plan():
     sync(loader, 1.0)
     plan, calls = loader.plan, model.calls
     outcome = sync(loader, 2.0, is_eager=True)
-    assert (outcome.num_eager, outcome.may_read_in_place) == (2, True)
+    assert (outcome.num_eager, outcome.has_plan) == (2, True)
     assert model.calls == calls + 2, "each bucket is loaded once"
     check_loaded(model, 2.0)
     assert loader.plan is plan

@@ -203,8 +203,8 @@ class Learns(Route):
     def can_learn(self, weights):
         return True
 
-    def learn(self, sync):
-        self.loaded = sync.loaded
+    def learn(self, export):
+        self.loaded = export.loaded
 
 
 class Rebinds(ByName):
@@ -226,7 +226,7 @@ def test_the_model_without_a_plan_is_named(is_draft):
     trainer.weight_sync._route = route
     for _ in range(2):
         assert "rebinds tensors" in trainer.sync(weights).eager_reason
-        assert not route.loaded[0].may_read_in_place
+        assert not route.loaded[0].has_plan
 
 
 class Traceable:

@@ -71,7 +71,7 @@ class SyncOutcome:
     num_replayed: int
     num_eager: int
     reason: str | None
-    may_read_in_place: bool
+    has_plan: bool
 
 
 class _LoadMode(Enum):
@@ -383,7 +383,7 @@ class ModelLoader:
             num_replayed=self._num_replayed,
             num_eager=len(self.uses) - self._num_replayed,
             reason=self._reason,
-            may_read_in_place=plan is not None,
+            has_plan=plan is not None,
         )
 
     @property

@@ -458,7 +458,7 @@ class Session:
         outcomes = [loader.finish() for loader in self._loaders]
         synchronize(self._device)
         # The trainer plans by the model that can do the least.
-        least = min(outcomes, key=attrgetter("may_read_in_place", "num_replayed"))
+        least = min(outcomes, key=attrgetter("has_plan", "num_replayed"))
         logger.info(
             "sync: %d buckets replayed, %d loaded eagerly%s",
             least.num_replayed,

@@ -16,7 +16,7 @@ is collective:
                                     engine serves the weights
     source.drain()                  after `confirm`, and after any failure     export, rounds
     route.prepare_to_learn(export)  if exported, while the engines load        none
-    route.learn(sync)               if exported, after all engines have loaded     all
+    route.learn(export)             if exported, after all engines have loaded     all
     source.end()                    when the engines serve the new weights     none
     route.recover(cause, export)    after a failed sync by this route          all
 
@@ -141,8 +141,8 @@ class SyncSource:
 
 
 @dataclass(frozen=True)
-class ExportedSync:
-    """A good exported sync, from which a route prepares the next syncs.
+class LoadedExport:
+    """An export that all engines have loaded, from which a route prepares the next syncs.
 
     Attributes:
         weights: the export, which may be iterated once more.
@@ -292,7 +292,7 @@ class Route:
         Raises no error. `learn` reports the failures.
         """
 
-    def learn(self, sync: ExportedSync) -> None:
+    def learn(self, export: LoadedExport) -> None:
         """Prepare this route to deliver the same bytes as the exported sync."""
         raise NotImplementedError
 

@@ -38,7 +38,7 @@ from verl_sglang_sync.ranks import RankLost
 from verl_sglang_sync.report import SyncReport, warn_once
 from verl_sglang_sync.routes.export import ExportedBuckets
 from verl_sglang_sync.routes.route import (
-    ExportedSync,
+    LoadedExport,
     Recovery,
     Route,
     RouteContext,
@@ -424,7 +424,7 @@ class WeightSync:
         """Prepare the route by which the next syncs go, after an export that is loaded."""
         if self._route.can_learn(task.weights):
             with task.report.stage("learn"):
-                self._route.learn(ExportedSync(task.weights, loaded, source.comparison))
+                self._route.learn(LoadedExport(task.weights, loaded, source.comparison))
 
     def _check_fallback(self) -> None:
         """Raise FallbackRefused if no route was prepared, and the user would rather stop."""

@@ -67,7 +67,7 @@ from sglang_loader.common.check_remarks import ManifestCheck
 from sglang_loader.common.regions.read import Size
 from sglang_loader.common.shared_memory import BufferHandle
 
-SESSION_VERSION = 20
+SESSION_VERSION = 21
 SESSION_FORMAT = "sglang_loader.session"
 """`load_format` of the request that opens a session. The request has a descriptor for each TP rank.
 """
@@ -313,7 +313,7 @@ class Loaded(_Message, frozen=True, kw_only=True):
         num_replayed: buckets loaded by the load plan.
         num_eager: buckets loaded by the model's own `load_weights`.
         reason: the reason why not all buckets were replayed, or None.
-        may_read_in_place: a plan holds, so that later buckets may be the trainer's own memory.
+        has_plan: a load plan holds, by which the engine can load the next sync.
         differing: in a session with proof "served", the tensors that this rank held with other
             bytes than the export has.
         num_alike: in a session with a proof, the storages that hold the same bytes as another, and
@@ -327,7 +327,7 @@ class Loaded(_Message, frozen=True, kw_only=True):
     num_replayed: int
     num_eager: int
     reason: str | None
-    may_read_in_place: bool
+    has_plan: bool
     differing: list[str]
     num_alike: int
     host: str

@@ -10,7 +10,7 @@ The route traces the export once. The trace maps each exported tensor to bytes o
 then compares its own shards, bit for bit, with the full export that the engines load
 (`sources.comparison`), and sends the locations of its shards to the other ranks:
 
-    route.learn(exported_sync)                     # after a good exported sync
+    route.learn(loaded_export)                     # after a good exported sync
     source = route.choose(export, report)          # in the next syncs
     route.recover(cause, export)                   # after a failed sync
 
@@ -45,7 +45,7 @@ from verl_sglang_sync.ranks import own_rank, world_size
 from verl_sglang_sync.report import SyncReport, warn_once
 from verl_sglang_sync.routes.route import (
     Delivery,
-    ExportedSync,
+    LoadedExport,
     Recovery,
     Route,
     RouteContext,
@@ -152,12 +152,12 @@ class TableRoute(Route):
         if self._source_map.is_traced(weights):
             self._make_plan()
 
-    def learn(self, sync: ExportedSync) -> None:
+    def learn(self, export: LoadedExport) -> None:
         self.forget()
         self._sender, self._listed_rounds, self.sends = None, [], False
-        known, hosts = self._known_ranks(), [outcome.host for outcome in sync.loaded]
+        known, hosts = self._known_ranks(), [outcome.host for outcome in export.loaded]
         assert len(known) == len(hosts), "one outcome for each engine rank of this rank"
-        num_unplanned = sum(not outcome.may_read_in_place for outcome in sync.loaded)
+        num_unplanned = sum(not outcome.has_plan for outcome in export.loaded)
         gathered = self._ranks.gather((host_id(), hosts, num_unplanned))
         trainer_hosts, reader_hosts, nums_unplanned = zip(*gathered, strict=True)
         first = sum(map(len, reader_hosts[: own_rank()]))
@@ -172,21 +172,21 @@ class TableRoute(Route):
             self._first_reader,
             can_map=self._may_map,
         )
-        reason = self._ranks.common_reason(self._difference(sync) or self._make_plan())
+        reason = self._ranks.common_reason(self._difference(export) or self._make_plan())
         if reason is None:
             if (obstacle := self._choose_wires()) is not None:
                 self._note_obstacle(obstacle)
                 return
-            reason = self._locate(sync.weights, shares=False)
+            reason = self._locate(export.weights, shares=False)
             if reason is not None and reason.is_final and self._may_map and self._may_send:
                 # Parameters that no engine can map can still be sent.
-                self._map_nothing(reason)
+                self._send_everything(reason)
                 self._wires = replace(self._wires, can_map=False)
                 self._choose_wires()
-                reason = self._locate(sync.weights, shares=False)
+                reason = self._locate(export.weights, shares=False)
         self._conclude(reason)
 
-    def _map_nothing(self, reason: Reason) -> None:
+    def _send_everything(self, reason: Reason) -> None:
         """Send all shards from now on."""
         self._may_map = False
         warn_once(
@@ -244,7 +244,7 @@ class TableRoute(Route):
     def refuse_unproven(self, reason: Reason, *, cannot_map: bool) -> None:
         if cannot_map and self._may_map and self._may_send:
             self.forget()
-            self._map_nothing(reason)
+            self._send_everything(reason)
             return
         super().refuse_unproven(reason, cannot_map=cannot_map)
 
@@ -275,7 +275,7 @@ class TableRoute(Route):
             raise SourcesChanged("the export is cut into other buckets")
         locations.snapshot.require_unchanged(sources)
 
-    def _difference(self, sync: ExportedSync) -> Reason | None:
+    def _difference(self, export: LoadedExport) -> Reason | None:
         """Compare the full export with this rank's shards. Collective.
 
         If the sync has no comparison, or the trace of its comparison is outdated, export once more.
@@ -283,13 +283,13 @@ class TableRoute(Route):
         Returns:
             The difference or the failure of the comparison, or None if the bytes are equal.
         """
-        comparison = sync.comparison
+        comparison = export.comparison
         new_export: Iterable[NamedTensor] = ()
-        if comparison is None or not self._source_map.is_current(comparison, sync.weights):
-            comparison = self._source_map.begin_comparison(sync.weights)
-            new_export = unquantized(sync.weights) if comparison.traced is not None else ()
+        if comparison is None or not self._source_map.is_current(comparison, export.weights):
+            comparison = self._source_map.begin_comparison(export.weights)
+            new_export = unquantized(export.weights) if comparison.traced is not None else ()
         if comparison.traced is not None:
-            self._check_current(comparison.traced, sync.weights)
+            self._check_current(comparison.traced, export.weights)
 
         def finish() -> Reason | None:
             for pair in new_export:
