@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from verl_sglang_sync.config import WeightSyncConfig
-    from verl_sglang_sync.ranks import WeightSyncError
     from verl_sglang_sync.report import SyncReport
     from verl_sglang_sync.sync.sharding_manager import SGLangShardingManager
+    from verl_sglang_sync.trainer_ranks import WeightSyncError
 
 __version__ = "0.1.0"
 
@@ -22,7 +22,7 @@ _MODULES = {
     "SGLangShardingManager": "sync.sharding_manager",
     "SyncReport": "report",
     "WeightSyncConfig": "config",
-    "WeightSyncError": "ranks",
+    "WeightSyncError": "trainer_ranks",
 }
 
 

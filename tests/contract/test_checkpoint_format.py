@@ -33,8 +33,8 @@ from contract.weight_check_proof import check, specs_of
 from sglang_loader.load_plan.destinations import collect_destinations
 from support.assembled import misplaced
 from support.plan_check import differing, snapshot
-from verl_sglang_sync.ranks import TrainerRanks
 from verl_sglang_sync.sources.source_map import SourceMap
+from verl_sglang_sync.trainer_ranks import TrainerRanks
 from verl_sglang_sync.verl import exports
 
 prepare_process()

@@ -317,7 +317,7 @@ def test_our_server_and_replica_take_verls_calls(kind):
 def test_every_client_request_has_a_matching_endpoint():
     from sglang.srt.entrypoints.http_server import app
 
-    from sglang_loader.hooks.proof import add_endpoints
+    from sglang_loader.hooks.proof_requests import add_endpoints
 
     add_endpoints(app)
     routes = {

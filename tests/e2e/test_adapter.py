@@ -15,7 +15,7 @@ from tiny_assets import make_assets
 
 from support.http_requests import post
 from support.served import served
-from verl_sglang_sync.ranks import WeightSyncError
+from verl_sglang_sync.trainer_ranks import WeightSyncError
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -17,9 +17,9 @@ from support.settings import settings_of
 from support.trainer import Ranks, TrainerRank
 from verl_sglang_sync.engine.server_client.client import SGLangServerClient
 from verl_sglang_sync.engine.update_groups import Replica
-from verl_sglang_sync.ranks import TrainerRanks, WeightSyncError
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sync.topologies import disaggregated_sync
+from verl_sglang_sync.trainer_ranks import TrainerRanks, WeightSyncError
 
 Targets = Sequence[tuple[str, int]]
 """Servers' URLs and their numbers of TP ranks."""

@@ -124,7 +124,7 @@ class TrainerRank:
 
     def ranks(self, timeout_s: float = 60) -> Any:
         """This rank's view of the trainer's processes."""
-        from verl_sglang_sync.ranks import TrainerRanks
+        from verl_sglang_sync.trainer_ranks import TrainerRanks
 
         if not dist.is_initialized():
             return TrainerRanks()

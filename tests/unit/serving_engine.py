@@ -23,9 +23,9 @@ from sglang_loader.session.group_receiver import GroupReceiver
 from sglang_loader.session.mapped_memory import MappedMemory
 from support.settings import settings_of
 from verl_sglang_sync.engine.server_client import operations
-from verl_sglang_sync.ranks import TrainerRanks
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sync.topologies import colocated_sync
+from verl_sglang_sync.trainer_ranks import TrainerRanks
 
 NO_STEPS = session.SessionSteps(
     after_join=lambda: None, before_writing=lambda: None, before_loading=lambda layout: None

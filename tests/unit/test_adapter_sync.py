@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from verl_sglang_sync.engine.server_client import operations
-from verl_sglang_sync.ranks import TrainerRanks, WeightSyncError
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sync.adapter_sync import AdapterSync, AdapterUpdate
+from verl_sglang_sync.trainer_ranks import TrainerRanks, WeightSyncError
 
 UPDATE = AdapterUpdate(
     unload=operations.unload_adapter("lora"),

@@ -20,9 +20,9 @@ from support.settings import settings_of
 from unit.serving_engine import ServingEngine, synced
 from verl_sglang_sync import WeightSyncError
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroup
-from verl_sglang_sync.ranks import TrainerRanks
 from verl_sglang_sync.routes import broadcast as route
 from verl_sglang_sync.sync.topologies import disaggregated_sync
+from verl_sglang_sync.trainer_ranks import TrainerRanks
 
 CPU = torch.device("cpu")
 TPS = (1, 2)

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from support.settings import settings_of
 from unit.test_adapter_sync import UPDATE, Engine
 from unit.trainer_ranks import trainer_ranks
-from verl_sglang_sync.ranks import TrainerRanks, WeightSyncError
 from verl_sglang_sync.sources.export import Reexport
 from verl_sglang_sync.sync.adapter_sync import AdapterSync
+from verl_sglang_sync.trainer_ranks import TrainerRanks, WeightSyncError
 
 
 class Trainer:

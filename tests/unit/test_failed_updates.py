@@ -18,7 +18,7 @@ from sglang_loader.session.model_loader import loader_of
 from sglang_loader.upstream import UpdateFrame
 from support.reachable_memory import reachable
 from unit.released_memory import poison
-from unit.test_plan_store import (
+from unit.test_model_loader import (
     NAMES,
     Model,
     check_loaded,

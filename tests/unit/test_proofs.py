@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from sglang_loader.common.session.messages import SESSION_FORMAT
 from sglang_loader.hooks import http as http_hooks
-from sglang_loader.hooks import proof as proof_hooks
-from sglang_loader.hooks.proof import Proofs, add_endpoints, proof_fact
+from sglang_loader.hooks import proof_requests as proof_hooks
+from sglang_loader.hooks.proof_requests import Proofs, add_endpoints, proof_fact
 from sglang_loader.session import serve as session
 from sglang_loader.upstream import facts_of, with_facts
 from unit import route_ranks
@@ -27,9 +27,9 @@ from verl_sglang_sync.commands import cli
 from verl_sglang_sync.commands import prove as command
 from verl_sglang_sync.engine.server_client.errors import NotAuthorized, RequestFailed
 from verl_sglang_sync.engine.session import TrainerSession
-from verl_sglang_sync.ranks import TrainerRanks
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sync.sessions import Sessions
+from verl_sglang_sync.trainer_ranks import TrainerRanks
 
 WEIGHTS = [("a", torch.arange(60.0)), ("b", torch.arange(60.0) + 1)]
 NOTHING = Proofs().fields

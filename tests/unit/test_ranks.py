@@ -18,8 +18,8 @@ from sglang_loader.common.object_gather import HEADER_NBYTES, SHORT_NBYTES
 from sglang_loader.common.ranks import Ranks, RanksFailed, Reason
 from unit.trainer_ranks import WORLD_SIZE, RankPool, trainer_ranks
 from verl_sglang_sync import WeightSyncError
-from verl_sglang_sync import ranks as ranks_module
-from verl_sglang_sync.ranks import MARGIN_S, RankLost, TrainerRanks, run_on_all
+from verl_sglang_sync import trainer_ranks as ranks_module
+from verl_sglang_sync.trainer_ranks import MARGIN_S, RankLost, TrainerRanks, run_on_all
 
 TIMEOUT_S = 2.0
 SLOW = Reason("slow", is_final=False)

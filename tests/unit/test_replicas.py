@@ -9,7 +9,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from unit.route_ranks import export_of, sharded
 from unit.trainer_ranks import WORLD_SIZE, trainer_ranks
-from verl_sglang_sync.ranks import WeightSyncError
 from verl_sglang_sync.routes.table.wires import Wires
 from verl_sglang_sync.sources.owners import nearest
 from verl_sglang_sync.sources.replicas import (
@@ -17,6 +16,7 @@ from verl_sglang_sync.sources.replicas import (
     check_replicas,
     differing_replicas,
 )
+from verl_sglang_sync.trainer_ranks import WeightSyncError
 
 CPU = torch.device("cpu")
 

@@ -16,10 +16,10 @@ from sglang_loader.common.session.channel import engine_end
 from sglang_loader.common.shared_memory import CudaHandle, drop_references
 from support.settings import settings_of
 from verl_sglang_sync.engine.session import SentHandles, SessionSockets, TrainerSession
-from verl_sglang_sync.ranks import TrainerRanks
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sources.memory_blocks import BlockNames
 from verl_sglang_sync.sync.sessions import Sessions
+from verl_sglang_sync.trainer_ranks import TrainerRanks
 
 NUM = 6
 SETTINGS = settings_of("compiled", request_timeout_s=10)

@@ -17,7 +17,6 @@ from sglang_loader.session import serve
 from support.settings import settings_of
 from unit.serving_engine import ByName, ServingEngine, colocated, synced
 from verl_sglang_sync import WeightSyncError
-from verl_sglang_sync.ranks import TrainerRanks
 from verl_sglang_sync.report import warn_once
 from verl_sglang_sync.routes.route import NOT_TRACEABLE, Route, RouteContext, RouteState
 from verl_sglang_sync.routes.staging_ring import StagingRing
@@ -26,6 +25,7 @@ from verl_sglang_sync.sources import source_map
 from verl_sglang_sync.sources.comparison import Comparison
 from verl_sglang_sync.sources.export import Reexport
 from verl_sglang_sync.sources.export_trace import trace_export
+from verl_sglang_sync.trainer_ranks import TrainerRanks
 
 MODES = ("flattened",)
 both_modes = pytest.mark.parametrize("mode", MODES)

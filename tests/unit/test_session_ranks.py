@@ -16,9 +16,9 @@ from verl_sglang_sync.engine.engine_ranks import EngineRank
 from verl_sglang_sync.engine.known_ranks import KnownEngineRank
 from verl_sglang_sync.engine.server_client.errors import RequestFailed, ServerError
 from verl_sglang_sync.engine.session import EngineFailed, TrainerSession
-from verl_sglang_sync.ranks import RankLost, TrainerRanks
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sync.sessions import Sessions
+from verl_sglang_sync.trainer_ranks import RankLost, TrainerRanks
 
 
 class Watched(TrainerRanks):

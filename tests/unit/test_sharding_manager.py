@@ -14,8 +14,8 @@ from unit.failed_replies import BAD, LOST, failed_request
 from unit.serving_engine import ServingEngine, costs_of
 from unit.trainer_ranks import WORLD_SIZE, trainer_ranks
 from verl_sglang_sync import WeightSyncError
-from verl_sglang_sync.ranks import TrainerRanks
 from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.trainer_ranks import TrainerRanks
 
 UPDATE = ("update", "1")
 SYNC = {"sync", "open", "export", "pack", "load", "commit", "publish", "reply"}

@@ -72,7 +72,7 @@ def trainer_ranks(tp):
     """The trainer's ranks, where each replica has `tp`, kept from case to case."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    from verl_sglang_sync.ranks import TrainerRanks
+    from verl_sglang_sync.trainer_ranks import TrainerRanks
 
     if tp not in _ranks:
         mesh = init_device_mesh("cpu", (WORLD_SIZE // tp, tp), mesh_dim_names=("dp", "infer_tp"))[

@@ -1,9 +1,9 @@
 """Hooks in the process that serves HTTP.
 
 A reply to a release or a resume of memory has the costs, or the reason of a refusal. Users request
-proofs (`hooks.proof`). A request that waits at the schedulers' gate does not block the sync that it
-waits for (`UpdateLock`). A request to an engine that is about to become idle is repeated
-(`ask_until_idle`).
+proofs (`hooks.proof_requests`). A request that waits at the schedulers' gate does not block the
+sync that it waits for (`UpdateLock`). A request to an engine that is about to become idle is
+repeated (`ask_until_idle`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from sglang_loader.common.session.messages import SESSION_FORMAT
 from sglang_loader.common.stage_costs import StageCosts, joined
-from sglang_loader.hooks.proof import add_endpoints, proofs
+from sglang_loader.hooks.proof_requests import add_endpoints, proofs
 from sglang_loader.upstream import (
     facts_of,
     is_ours,

@@ -32,7 +32,7 @@ from sglang_loader.common.session.messages import (
     SessionError,
     decode_descriptor,
 )
-from sglang_loader.hooks.proof import proof_fact
+from sglang_loader.hooks.proof_requests import proof_fact
 from sglang_loader.hooks.request_gate import (
     closing_reason,
     gate_reason,

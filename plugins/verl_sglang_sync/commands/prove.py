@@ -1,7 +1,8 @@
 """`verl-sglang-sync prove`: compares a server's weights with the trainer's, bit for bit.
 
 The command requests a proof from a rollout server. The trainer then proves its next sync with all
-engines. The server keeps the outcome (`sglang_loader.hooks.proof`), for which the command waits.
+engines. The server keeps the outcome (`sglang_loader.hooks.proof_requests`), for which the command
+waits.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ from verl_sglang_sync.engine.server_client import operations
 from verl_sglang_sync.engine.server_client.errors import ReplyLost, ServerUnreachable
 from verl_sglang_sync.engine.server_client.operations import Call
 from verl_sglang_sync.engine.session import EngineFailed, TrainerSession
-from verl_sglang_sync.ranks import AGREE_EVERY_S
 from verl_sglang_sync.report import log_remarks
+from verl_sglang_sync.trainer_ranks import AGREE_EVERY_S
 
 logger = logging.getLogger(__name__)
 

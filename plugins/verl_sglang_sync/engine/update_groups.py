@@ -35,7 +35,7 @@ from sglang_loader.common.threads import in_thread
 from verl_sglang_sync.engine.server_client import operations
 from verl_sglang_sync.engine.server_client.client import SGLangServerClient
 from verl_sglang_sync.engine.server_client.errors import ServerError
-from verl_sglang_sync.ranks import own_rank, world_size
+from verl_sglang_sync.trainer_ranks import own_rank, world_size
 
 logger = logging.getLogger(__name__)
 

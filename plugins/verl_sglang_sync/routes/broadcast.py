@@ -24,9 +24,9 @@ from sglang_loader.common.broadcast.broadcast import POLL_S, Broadcast, Broadcas
 from sglang_loader.common.ranks import Ranks
 from sglang_loader.common.session.messages import PeerLost
 from verl_sglang_sync.engine.engine_ranks import EngineRank, poll
-from verl_sglang_sync.ranks import AGREE_EVERY_S
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.route import Delivery, Poll, ReadyBucket
+from verl_sglang_sync.trainer_ranks import AGREE_EVERY_S
 
 NUM_TRAVELLING = 2
 """The number of buckets, or of rounds, in transfer at a time, each in its own memory."""

@@ -20,10 +20,10 @@ from sglang_loader.common.copies.strided import copy_views
 from sglang_loader.common.ranks import Reason, attempt
 from sglang_loader.common.regions.compose import shard_copies
 from sglang_loader.common.regions.geometry import StridedCopy
-from verl_sglang_sync.ranks import own_rank
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport
 from verl_sglang_sync.sources.snapshot import Sources, SourcesChanged, memory_of
+from verl_sglang_sync.trainer_ranks import own_rank
 
 MAX_PENDING_BYTES = 1 << 30
 """Limit of exported tensors that the device has yet to compare. They occupy memory until then."""

@@ -25,10 +25,10 @@ import torch
 from sglang_loader.common.copies.strided import synchronize
 from sglang_loader.common.digest import digests_on_host
 from sglang_loader.common.ranks import Ranks as AllRanks
-from verl_sglang_sync.ranks import ReplicasDiffer, own_rank
 from verl_sglang_sync.report import logger, warn_once
 from verl_sglang_sync.sources.export_trace import TracedExport
 from verl_sglang_sync.sources.snapshot import memory_of
+from verl_sglang_sync.trainer_ranks import ReplicasDiffer, own_rank
 
 Ranks = tuple[int, ...]
 

@@ -36,7 +36,6 @@ import numpy as np
 import torch
 
 from sglang_loader.common.ranks import Ranks, Reason, attempt
-from verl_sglang_sync.ranks import own_rank, world_size
 from verl_sglang_sync.sources.comparison import Comparison
 from verl_sglang_sync.sources.export import NamedTensor, quantization_of, unquantized
 from verl_sglang_sync.sources.export_trace import (
@@ -55,6 +54,7 @@ from verl_sglang_sync.sources.snapshot import (
     require_sources,
     sources_of,
 )
+from verl_sglang_sync.trainer_ranks import own_rank, world_size
 
 Trace: TypeAlias = tuple[TracedExport, SourcesSnapshot]
 """A traced export, and a snapshot of the parameters that it was traced for, without addresses."""

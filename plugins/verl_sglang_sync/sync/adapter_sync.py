@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from verl_sglang_sync.engine.engine_ranks import EngineServer
 from verl_sglang_sync.engine.server_client.operations import Call
-from verl_sglang_sync.ranks import TrainerRanks, WeightSyncError, run_on_all
 from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.trainer_ranks import TrainerRanks, WeightSyncError, run_on_all
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,6 @@ from verl_sglang_sync.engine.engine_ranks import EngineRank, EngineServer, Openi
 from verl_sglang_sync.engine.known_ranks import KnownEngineRank
 from verl_sglang_sync.engine.session import SentHandles, SessionSockets, TrainerSession
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroup, UpdateGroups
-from verl_sglang_sync.ranks import TrainerRanks, own_rank, world_size
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.broadcast import BroadcastDelivery
 from verl_sglang_sync.routes.mapped_delivery import MappedDelivery
@@ -33,6 +32,7 @@ from verl_sglang_sync.routes.route import Delivery
 from verl_sglang_sync.routes.table.route import TableRoute
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.memory_blocks import BlockNames
+from verl_sglang_sync.trainer_ranks import TrainerRanks, own_rank, world_size
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,10 +37,10 @@ from verl_sglang_sync.engine.session import (
     SavedPlanFailed,
     TrainerSession,
 )
-from verl_sglang_sync.ranks import AGREE_EVERY_S, RankLost, ReplicasDiffer, WeightSyncError
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.route import Delivery, SyncSource
 from verl_sglang_sync.sources.bucket_cutter import Bucket
+from verl_sglang_sync.trainer_ranks import AGREE_EVERY_S, RankLost, ReplicasDiffer, WeightSyncError
 
 JOIN_TIMEOUT_S = 120.0
 GIVE_UP_S = 5.0

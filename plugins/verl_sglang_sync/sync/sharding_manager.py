@@ -24,12 +24,12 @@ from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.engine_ranks import EngineServer
 from verl_sglang_sync.engine.server_client import operations
 from verl_sglang_sync.engine.server_client.operations import Call
-from verl_sglang_sync.ranks import TrainerRanks, WeightSyncError, run_on_all
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.stages import KV_CACHE, WEIGHTS
 from verl_sglang_sync.sync.adapter_sync import AdapterSync, AdapterUpdate
 from verl_sglang_sync.sync.topologies import colocated_sync
+from verl_sglang_sync.trainer_ranks import TrainerRanks, WeightSyncError, run_on_all
 
 
 class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]

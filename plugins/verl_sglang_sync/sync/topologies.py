@@ -9,7 +9,6 @@ import torch
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.engine_ranks import EngineServer
 from verl_sglang_sync.engine.update_groups import UpdateGroups
-from verl_sglang_sync.ranks import TrainerRanks, world_size
 from verl_sglang_sync.routes.broadcast import NUM_TRAVELLING
 from verl_sglang_sync.routes.route import RouteContext
 from verl_sglang_sync.routes.staging_ring import StagingRing
@@ -17,6 +16,7 @@ from verl_sglang_sync.routes.table.route import TableRoute
 from verl_sglang_sync.routes.table.transports import Exchange, Send
 from verl_sglang_sync.sync.engines import ColocatedEngine, RemoteEngines
 from verl_sglang_sync.sync.weight_sync import WeightSync
+from verl_sglang_sync.trainer_ranks import TrainerRanks, world_size
 
 
 def colocated_sync(

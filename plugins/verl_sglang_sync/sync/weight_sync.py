@@ -34,7 +34,6 @@ from sglang_loader.common.ranks import Interrupted, Reason, drop_frames
 from sglang_loader.common.session.messages import Loaded, Proof
 from verl_sglang_sync.engine.engine_ranks import OpeningRequest
 from verl_sglang_sync.engine.update_groups import Replica
-from verl_sglang_sync.ranks import RankLost
 from verl_sglang_sync.report import SyncReport, warn_once
 from verl_sglang_sync.routes.export import ExportedBuckets
 from verl_sglang_sync.routes.route import (
@@ -54,6 +53,7 @@ from verl_sglang_sync.sources.export import (
 )
 from verl_sglang_sync.sync.engines import ColocatedEngine, RemoteEngines, SyncTask
 from verl_sglang_sync.sync.sessions import FallbackRefused, Sessions, SyncFailed
+from verl_sglang_sync.trainer_ranks import RankLost
 
 logger = logging.getLogger(__name__)
 

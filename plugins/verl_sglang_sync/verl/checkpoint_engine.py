@@ -21,15 +21,15 @@ from verl_sglang_sync.config import DISAGGREGATED_BACKEND, WeightSyncConfig
 from verl_sglang_sync.engine.server_client.client import SGLangServerClient
 from verl_sglang_sync.engine.update_groups import Replica
 from verl_sglang_sync.http_settings import server_url
-from verl_sglang_sync.ranks import (
-    TrainerRanks,
-    run_on_all,
-)
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sources.export import AdapterExport, NamedTensor
 from verl_sglang_sync.sync.adapter_sync import AdapterSync, AdapterUpdate
 from verl_sglang_sync.sync.topologies import disaggregated_sync
 from verl_sglang_sync.sync.weight_sync import WeightSync
+from verl_sglang_sync.trainer_ranks import (
+    TrainerRanks,
+    run_on_all,
+)
 from verl_sglang_sync.verl.exports import make_exports_repeatable
 from verl_sglang_sync.verl.offload import place_offloaded_parameters
 from verl_sglang_sync.verl.rollout_server import (

@@ -22,11 +22,11 @@ from unittest import mock
 import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from verl_sglang_sync.ranks import own_rank, world_size
 from verl_sglang_sync.sources.conversion_trace import Conversion, trace_conversions
 from verl_sglang_sync.sources.export import NamedTensor, Reexport, is_repeatable, transformed
 from verl_sglang_sync.sources.export_trace import TracedExport
 from verl_sglang_sync.sources.snapshot import Sources, module_state
+from verl_sglang_sync.trainer_ranks import own_rank, world_size
 from verl_sglang_sync.verl.checkpoint_format import in_checkpoint_format
 from verl_sglang_sync.verl.flat_parameters import FlatParameters
 from verl_sglang_sync.verl.offload import is_offloaded, prepare_export

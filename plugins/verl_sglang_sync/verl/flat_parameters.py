@@ -21,7 +21,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 
 from sglang_loader.common.regions.compose import ByteMap
-from verl_sglang_sync.ranks import world_size
 from verl_sglang_sync.sources.export_trace import (
     NotTraceable,
     StandIn,
@@ -32,6 +31,7 @@ from verl_sglang_sync.sources.export_trace import (
 from verl_sglang_sync.sources.host_memory import HOST_MEMORY
 from verl_sglang_sync.sources.owners import Owners
 from verl_sglang_sync.sources.snapshot import SourcesChanged
+from verl_sglang_sync.trainer_ranks import world_size
 from verl_sglang_sync.verl.checkpoint_format import in_checkpoint_format
 
 

@@ -16,10 +16,10 @@ from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
 from verl_sglang_sync.config import DISAGGREGATED_BACKEND, WeightSyncConfig
 from verl_sglang_sync.engine.server_client.client import SGLangServerClient
 from verl_sglang_sync.http_settings import server_url
-from verl_sglang_sync.ranks import TrainerRanks
 from verl_sglang_sync.report import warn_once
 from verl_sglang_sync.stages import KV_CACHE
 from verl_sglang_sync.sync.sharding_manager import SGLangShardingManager
+from verl_sglang_sync.trainer_ranks import TrainerRanks
 from verl_sglang_sync.verl.adapter import collect_adapter
 from verl_sglang_sync.verl.engine_format import EngineFormat
 from verl_sglang_sync.verl.exports import make_exports_repeatable

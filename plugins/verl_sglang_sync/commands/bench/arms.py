@@ -24,10 +24,10 @@ import torch
 from verl_sglang_sync.commands.bench.cpu_tensors import share_tensors_by_name
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.server_client.client import SGLangServerClient
-from verl_sglang_sync.ranks import TrainerRanks
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sync.sharding_manager import SGLangShardingManager
+from verl_sglang_sync.trainer_ranks import TrainerRanks
 
 BUCKET_BYTES = 2048 << 20
 SYNC_STAGES = ("open", "export", "confirm", "gather", "pack", "load", "commit", "publish", "prove")

@@ -41,7 +41,6 @@ from sglang_loader.common.session.messages import SessionError
 from sglang_loader.common.shared_memory import BufferHandle, drop_references, host_id
 from verl_sglang_sync.engine.engine_ranks import EngineRank, waiting
 from verl_sglang_sync.engine.session import BlockNotMapped, EngineCannotMap, TrainerSession
-from verl_sglang_sync.ranks import own_rank, world_size
 from verl_sglang_sync.report import SyncReport, warn_once
 from verl_sglang_sync.routes.route import (
     Delivery,
@@ -75,6 +74,7 @@ from verl_sglang_sync.sources.snapshot import (
     locals_of,
     require_sources,
 )
+from verl_sglang_sync.trainer_ranks import own_rank, world_size
 
 ROUNDS_PER_BUCKET = 2
 """Rounds are half a bucket: two staging buffers and two scratch buffers are two buckets."""

@@ -26,11 +26,11 @@ from sglang_loader.common.copies.fused import FusedCopies
 from sglang_loader.common.layout import WireError
 from sglang_loader.common.ranks import Ranks
 from sglang_loader.common.rounds import RoundPart
-from verl_sglang_sync.ranks import own_rank
 from verl_sglang_sync.routes.broadcast import NUM_TRAVELLING
 from verl_sglang_sync.routes.table.weight_map import first_shards
 from verl_sglang_sync.sources.export_trace import TracedExport
 from verl_sglang_sync.sources.host_memory import HOST_MEMORY
+from verl_sglang_sync.trainer_ranks import own_rank
 
 WORD_BYTES = 8
 """The unit of an all-to-all."""

@@ -22,12 +22,12 @@ import torch
 from sglang_loader.common.broadcast.broadcast import Transfer
 from verl_sglang_sync.engine.engine_ranks import EngineRank, wait_for
 from verl_sglang_sync.engine.session import TrainerSession
-from verl_sglang_sync.ranks import world_size
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.broadcast import NUM_TRAVELLING, GroupDelivery
 from verl_sglang_sync.routes.route import Poll
 from verl_sglang_sync.routes.staging_ring import StagingRing
 from verl_sglang_sync.routes.table.sending import Sender
+from verl_sglang_sync.trainer_ranks import world_size
 
 logger = logging.getLogger(__name__)
 
