@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from sglang_loader.common.broadcast import broadcast, update_group
 from sglang_loader.common.broadcast.broadcast import Broadcast, BroadcastError, Transfer
 from sglang_loader.common.layout import BucketLayout
-from sglang_loader.common.session import messages as wire
+from sglang_loader.common.session import messages
 from sglang_loader.common.session.messages import SessionError
 from sglang_loader.hooks import update_groups as group_hooks
 from sglang_loader.session import group_receiver
@@ -88,11 +88,13 @@ EIGHT_BYTES = BucketLayout.pack([("t", (8,), torch.int8)])
 
 
 def bucket(index, **changes):
-    return wire.LoadBucket(**{"index": index, "buffers": [], "slot": 0, "layout": b"", **changes})
+    return messages.LoadBucket(
+        **{"index": index, "buffers": [], "slot": 0, "layout": b"", **changes}
+    )
 
 
 def round_of(index, receives):
-    return wire.LoadRound(index=index, buffers=[], slot=0, receives=receives)
+    return messages.LoadRound(index=index, buffers=[], slot=0, receives=receives)
 
 
 @pytest.fixture
@@ -153,7 +155,7 @@ def test_a_round_of_other_engines_brings_nothing(receiver, monkeypatch):
     assert receiver.buffer(empty).numel() == 0
 
 
-MAPPED = wire.SharedBuffer(slot=0, name="b", handle=None, keep=False)
+MAPPED = messages.SharedBuffer(slot=0, name="b", handle=None, keep=False)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +177,7 @@ def test_what_the_group_sends_not_is_refused(receiver, senders, receives, proble
 
 
 SECRET = b"of the group"
-DESCRIPTOR = wire.signed(
+DESCRIPTOR = messages.signed(
     msgspec.structs.replace(OF_NO_GROUP, endpoint="tcp://10.0.0.1:4567", group="weight_sync_a"),
     SECRET,
 )
@@ -183,16 +185,16 @@ DESCRIPTOR = wire.signed(
 
 @given(place=st.integers(0, 10_000), other=st.characters(codec="utf-8"))
 def test_an_invitation_that_was_changed_is_refused(place, other):
-    text = wire.encode_descriptor(DESCRIPTOR).decode()
-    wire.check_signature(wire.decode_descriptor(text.encode()), SECRET)
+    text = messages.encode_descriptor(DESCRIPTOR).decode()
+    messages.check_signature(messages.decode_descriptor(text.encode()), SECRET)
     with pytest.raises(SessionError, match="wrong signature"):
-        wire.check_signature(DESCRIPTOR, b"another")
+        messages.check_signature(DESCRIPTOR, b"another")
     place %= len(text)
     changed = (text[:place] + other + text[place + 1 :]).encode()
     if json_of(changed) == json_of(text.encode()):
         return
     with pytest.raises(SessionError):
-        wire.check_signature(wire.decode_descriptor(changed), SECRET)
+        messages.check_signature(messages.decode_descriptor(changed), SECRET)
 
 
 def json_of(data):

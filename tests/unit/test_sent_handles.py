@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 
 from sglang_loader.common import shared_memory
-from sglang_loader.common.session import messages as wire
+from sglang_loader.common.session import messages
 from sglang_loader.common.session.channel import engine_end
 from sglang_loader.common.shared_memory import CudaHandle, drop_references
 from support.settings import settings_of
@@ -68,14 +68,14 @@ class Trainer:
     def session(self, mapped, blocks, *, keep, ends="well", joins=True):
         """One session in which new handles of `blocks` are sent to an engine that maps `mapped`."""
         opened = TrainerSession(self.sockets, SETTINGS, BlockNames(), self.sent)
-        session = wire.decode_descriptor(opened.descriptor)
+        session = messages.decode_descriptor(opened.descriptor)
         engine = engine_end(session.endpoint)
         engine.begin(session.token, timeout_s=10)
         try:
             with opened:
                 if joins:
                     engine.send(
-                        wire.Hello,
+                        messages.Hello,
                         buffers=list(mapped),
                         stored=[],
                         plan="",

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from sglang_loader.common.session import channel as session_channel
-from sglang_loader.common.session import messages as wire
+from sglang_loader.common.session import messages
 from sglang_loader.common.session.channel import (
     GRACE_MS,
     engine_end,
@@ -35,14 +35,14 @@ def ends(new_endpoint):
     for end in (trainer, engine):
         end.begin(TOKEN, timeout_s=20)
     with trainer, engine:
-        engine.send(wire.LoadDone, index=0)
+        engine.send(messages.LoadDone, index=0)
         assert trainer.receive().index == 0
         yield trainer, engine
 
 
 def test_a_message_after_the_reply_is_received(ends):
     trainer, engine = ends
-    late = threading.Timer(0.4, lambda: engine.send(wire.LoadDone, index=1))
+    late = threading.Timer(0.4, lambda: engine.send(messages.LoadDone, index=1))
 
     def watch():
         if not late.is_alive():
@@ -75,18 +75,18 @@ def all_came(end, num_messages):
 
 def test_an_abort_overtakes_what_was_sent_before_it(ends):
     trainer, engine = ends
-    trainer.send(wire.Welcome)
-    trainer.send(wire.Commit, is_last=True)
-    trainer.send(wire.Abort, reason="another rank failed")
+    trainer.send(messages.Welcome)
+    trainer.send(messages.Commit, is_last=True)
+    trainer.send(messages.Abort, reason="another rank failed")
     all_came(engine, 3)
     kinds = [type(engine.receive()) for _ in range(3)]
-    assert kinds == [wire.Abort, wire.Welcome, wire.Commit], "else in order"
+    assert kinds == [messages.Abort, messages.Welcome, messages.Commit], "else in order"
 
 
 def test_of_a_dead_trainer_only_aborts_count(ends):
     trainer, engine = ends
-    trainer.send(wire.Commit, is_last=True)
-    trainer.send(wire.Abort, reason="another rank failed")
+    trainer.send(messages.Commit, is_last=True)
+    trainer.send(messages.Abort, reason="another rank failed")
     all_came(engine, 2)
     trainer.close()
     while not engine._is_peer_gone:
@@ -98,13 +98,13 @@ def test_of_a_dead_trainer_only_aborts_count(ends):
 
 def test_a_dead_engines_last_message_is_received(ends):
     trainer, engine = ends
-    engine.send(wire.Failed, traceback="last words")
+    engine.send(messages.Failed, traceback="last words")
     engine.close()
-    assert trainer.receive() == wire.Failed(token=TOKEN, traceback="last words")
+    assert trainer.receive() == messages.Failed(token=TOKEN, traceback="last words")
     with pytest.raises(SessionError, match="the engine's process is gone"):
         trainer.receive()
     with pytest.raises(SessionError, match="Welcome was not sent"):
-        trainer.send(wire.Welcome)
+        trainer.send(messages.Welcome)
 
 
 def test_silence_ends_after_the_timeout(ends):
@@ -145,7 +145,7 @@ def test_unclosed_channels_do_not_block_others(new_endpoint):
         engine = engine_end(endpoint)
         for end in (trainer, engine):
             end.begin(TOKEN, timeout_s=10)
-        engine.send(wire.LoadDone, index=0)
+        engine.send(messages.LoadDone, index=0)
         assert trainer.receive().index == 0
         loop = [trainer, engine]
         loop.append(loop)
@@ -165,7 +165,7 @@ def test_an_abandoned_engine_takes_no_others_place(ends):
         time.sleep(0.5)  # a connection that is lost is made anew after 0.1 s
         with engine_end(trainer.endpoint) as engine:
             engine.begin(TOKEN, timeout_s=5)
-            engine.send(wire.LoadDone, index=7)
+            engine.send(messages.LoadDone, index=7)
             assert later.receive().index == 7
 
 
@@ -179,7 +179,7 @@ HELLO = {"buffers": [], "stored": [], "plan": "", "wants_proof": False}
 def invited():
     """A trainer's session, the engine's end of its socket, and the token to begin with."""
     with TrainerSession(SessionSockets(), SETTINGS, BlockNames()) as session:
-        descriptor = wire.decode_descriptor(session.descriptor)
+        descriptor = messages.decode_descriptor(session.descriptor)
         with engine_end(descriptor.endpoint) as engine:
             yield session, engine, descriptor.token
 
@@ -187,7 +187,7 @@ def invited():
 def test_an_engine_joining_after_failure_is_informed(invited):
     session, engine, token = invited
     engine.begin(token, timeout_s=20)
-    joins = threading.Timer(0.3, lambda: engine.send(wire.Hello, **HELLO))
+    joins = threading.Timer(0.3, lambda: engine.send(messages.Hello, **HELLO))
     joins.start()
     session.abort("the export failed", lambda: None)
     joins.join()
@@ -197,7 +197,7 @@ def test_an_engine_joining_after_failure_is_informed(invited):
 def test_an_engine_with_refused_hello_is_informed(invited):
     session, engine, token = invited
     engine.begin("0" * 32, timeout_s=20)
-    engine.send(wire.Hello, **HELLO)
+    engine.send(messages.Hello, **HELLO)
     with pytest.raises(SessionError, match="wrong token"):
         session.accept(lambda: None, wait_s=5)
     started = time.monotonic()

@@ -5,26 +5,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_loader.common.session import messages as wire
+from sglang_loader.common.session import messages
 from sglang_loader.common.session.messages import SessionError
 from sglang_loader.common.shared_memory import CpuHandle
 
 TOKEN = "ab" * 16
 HANDLE = CpuHandle(nbytes=4, name="n")
 FROM_TRAINER = [
-    wire.Welcome(token=TOKEN),
-    wire.LoadBucket(
+    messages.Welcome(token=TOKEN),
+    messages.LoadBucket(
         token=TOKEN,
         index=1,
         buffers=[
-            wire.SharedBuffer(slot=0, name="b", handle=HANDLE, keep=True),
-            wire.SharedBuffer(slot=1, name="c", handle=None, keep=False),
+            messages.SharedBuffer(slot=0, name="b", handle=HANDLE, keep=True),
+            messages.SharedBuffer(slot=1, name="c", handle=None, keep=False),
         ],
         slot=1,
         layout=b"x",
     ),
-    wire.Store(token=TOKEN, data=b"x"),
-    wire.LoadShards(
+    messages.Store(token=TOKEN, data=b"x"),
+    messages.LoadShards(
         token=TOKEN,
         index=0,
         buffers=[],
@@ -35,16 +35,16 @@ FROM_TRAINER = [
         round_bytes=8,
         rounds="",
     ),
-    wire.LoadRound(token=TOKEN, index=1, buffers=[], slot=0, receives=[8, 16]),
-    wire.Finish(token=TOKEN, num_loads=2, num_tensors=3),
-    wire.Commit(token=TOKEN, is_last=False),
-    wire.Abort(token=TOKEN, reason="why"),
+    messages.LoadRound(token=TOKEN, index=1, buffers=[], slot=0, receives=[8, 16]),
+    messages.Finish(token=TOKEN, num_loads=2, num_tensors=3),
+    messages.Commit(token=TOKEN, is_last=False),
+    messages.Abort(token=TOKEN, reason="why"),
 ]
 FROM_ENGINE = [
-    wire.Hello(token=TOKEN, buffers=["b"], stored=["d"], plan="p", wants_proof=False),
-    wire.Rounds(token=TOKEN, digest="d", data=None),
-    wire.LoadDone(token=TOKEN, index=1),
-    wire.Loaded(
+    messages.Hello(token=TOKEN, buffers=["b"], stored=["d"], plan="p", wants_proof=False),
+    messages.Rounds(token=TOKEN, digest="d", data=None),
+    messages.LoadDone(token=TOKEN, index=1),
+    messages.Loaded(
         token=TOKEN,
         num_replayed=1,
         num_eager=2,
@@ -55,26 +55,26 @@ FROM_ENGINE = [
         host="this one",
         seconds={"waiting": 0.5, "launching": 0.25},
     ),
-    wire.Published(token=TOKEN),
-    wire.Failed(token=TOKEN, traceback="trace", failure="differs"),
+    messages.Published(token=TOKEN),
+    messages.Failed(token=TOKEN, traceback="trace", failure="differs"),
 ]
 
 
-ENDS = [(m, wire.FROM_TRAINER, wire.FROM_ENGINE) for m in FROM_TRAINER]
-ENDS += [(m, wire.FROM_ENGINE, wire.FROM_TRAINER) for m in FROM_ENGINE]
+ENDS = [(m, messages.FROM_TRAINER, messages.FROM_ENGINE) for m in FROM_TRAINER]
+ENDS += [(m, messages.FROM_ENGINE, messages.FROM_TRAINER) for m in FROM_ENGINE]
 
 
 @pytest.mark.parametrize(("message", "decoder", "of_others"), ENDS)
 def test_messages_round_trip_at_their_end(message, decoder, of_others):
-    assert wire.decode(decoder, wire.encode(message)) == message
+    assert messages.decode(decoder, messages.encode(message)) == message
     with pytest.raises(SessionError, match="not a session message"):
-        wire.decode(of_others, wire.encode(message))
+        messages.decode(of_others, messages.encode(message))
 
 
 @given(st.binary(max_size=64))
 def test_noise_is_refused(data):
     with pytest.raises(SessionError):
-        wire.decode(wire.FROM_TRAINER, data)
+        messages.decode(messages.FROM_TRAINER, data)
 
 
 @pytest.mark.parametrize("message", FROM_TRAINER, ids=lambda m: type(m).__name__)
@@ -89,20 +89,22 @@ def test_missing_unknown_and_mistyped_fields_are_refused(message):
         if broken.keys() == {"type", "version"}:
             continue  # `token` has a default, which the channel refuses
         with pytest.raises(SessionError):
-            wire.decode(wire.FROM_TRAINER, msgspec.msgpack.encode(broken))
+            messages.decode(messages.FROM_TRAINER, msgspec.msgpack.encode(broken))
 
 
 @pytest.mark.parametrize("receives", [[8, 7], [16, -8]])
 def test_parts_of_words_are_refused(receives):
     fields = msgspec.msgpack.decode(
-        wire.encode(wire.LoadRound(token=TOKEN, index=1, buffers=[], slot=0, receives=[]))
+        messages.encode(messages.LoadRound(token=TOKEN, index=1, buffers=[], slot=0, receives=[]))
     )
     with pytest.raises(SessionError, match=r"Expected `int` .* at `\$\.receives"):
-        wire.decode(wire.FROM_TRAINER, msgspec.msgpack.encode({**fields, "receives": receives}))
+        messages.decode(
+            messages.FROM_TRAINER, msgspec.msgpack.encode({**fields, "receives": receives})
+        )
 
 
-DESCRIPTOR = wire.SessionDescriptor(
-    version=wire.SESSION_VERSION,
+DESCRIPTOR = messages.SessionDescriptor(
+    version=messages.SESSION_VERSION,
     endpoint="ipc:///x",
     token=TOKEN,
     timeout_s=1,
@@ -114,29 +116,31 @@ DESCRIPTOR = wire.SessionDescriptor(
 
 
 def test_a_descriptor_of_another_version_is_refused():
-    newer = msgspec.structs.replace(DESCRIPTOR, version=wire.SESSION_VERSION + 1)
+    newer = msgspec.structs.replace(DESCRIPTOR, version=messages.SESSION_VERSION + 1)
     with pytest.raises(SessionError, match="different releases"):
-        wire.decode_descriptor(wire.encode_descriptor(newer))
+        messages.decode_descriptor(messages.encode_descriptor(newer))
     with pytest.raises(SessionError, match="not a session descriptor"):
-        wire.decode_descriptor(b"model.norm.weight")
+        messages.decode_descriptor(b"model.norm.weight")
 
 
-@pytest.mark.parametrize("timeout_s", ["0.3", "600", str(wire.MAX_TIMEOUT_S)])
+@pytest.mark.parametrize("timeout_s", ["0.3", "600", str(messages.MAX_TIMEOUT_S)])
 def test_a_descriptor_round_trips(timeout_s):
-    descriptor = wire.decode_descriptor(with_limit(timeout_s))
+    descriptor = messages.decode_descriptor(with_limit(timeout_s))
     assert descriptor == msgspec.structs.replace(DESCRIPTOR, timeout_s=float(timeout_s))
 
 
 @pytest.mark.parametrize(
-    "timeout_s", ["0", "-1", str(wire.MAX_TIMEOUT_S + 1), "1e300", "NaN", "Infinity", "null"]
+    "timeout_s", ["0", "-1", str(messages.MAX_TIMEOUT_S + 1), "1e300", "NaN", "Infinity", "null"]
 )
 def test_engines_wait_bounded_whatever_a_descriptor_says(timeout_s):
     with pytest.raises(SessionError, match="not a session descriptor"):
-        wire.decode_descriptor(with_limit(timeout_s))
+        messages.decode_descriptor(with_limit(timeout_s))
 
 
 def with_limit(timeout_s):
     """The descriptor's bytes with this limit in them."""
     limit = b'"timeout_s":1'
-    assert limit in wire.encode_descriptor(DESCRIPTOR)
-    return wire.encode_descriptor(DESCRIPTOR).replace(limit, b'"timeout_s":' + timeout_s.encode())
+    assert limit in messages.encode_descriptor(DESCRIPTOR)
+    return messages.encode_descriptor(DESCRIPTOR).replace(
+        limit, b'"timeout_s":' + timeout_s.encode()
+    )

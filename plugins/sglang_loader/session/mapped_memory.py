@@ -13,7 +13,7 @@ import torch
 
 from sglang_loader.common.bucket_source import BucketMap, BucketPiece, BucketSource
 from sglang_loader.common.layout import WireError, digest_of
-from sglang_loader.common.session import messages as wire
+from sglang_loader.common.session import messages
 from sglang_loader.common.session.messages import SessionError
 from sglang_loader.common.shared_memory import map_buffer
 from sglang_loader.common.weight_map import (
@@ -64,7 +64,7 @@ class MappedMemory:
         """Store bytes, which the session's LoadShards names by their digest."""
         self._stored[digest_of(data)] = data
 
-    def map_buffers(self, buffers: Sequence[wire.SharedBuffer]) -> None:
+    def map_buffers(self, buffers: Sequence[messages.SharedBuffer]) -> None:
         """Map the buffers that are not mapped yet.
 
         Raises:
@@ -85,11 +85,11 @@ class MappedMemory:
         """Return True: the trainer announces a bucket when its bytes are in place."""
         return True
 
-    def source(self, message: wire.LoadBucket, nbytes: int) -> BucketSource:
+    def source(self, message: messages.LoadBucket, nbytes: int) -> BucketSource:
         """Return the source of a bucket, as `SourceCache.of` does."""
         return self._sources.of(message.index, self.buffer(message), nbytes)
 
-    def buffer(self, message: wire.LoadBucket | wire.LoadRound) -> torch.Tensor:
+    def buffer(self, message: messages.LoadBucket | messages.LoadRound) -> torch.Tensor:
         """Return the staging buffer of a bucket or of a round.
 
         Raises:
@@ -99,7 +99,7 @@ class MappedMemory:
             raise SessionError(f"load {message.index} lies in slot {message.slot}: not mapped")
         return self._slots[message.slot]
 
-    def weight_map(self, message: wire.LoadShards) -> WeightMap:
+    def weight_map(self, message: messages.LoadShards) -> WeightMap:
         """Return the weight map that a message names. The same digest gives the same object.
 
         Raises:
@@ -113,7 +113,7 @@ class MappedMemory:
                 raise SessionError(str(error)) from None
         return self._weight_map[1]
 
-    def shards(self, message: wire.LoadShards) -> ShardMemory:
+    def shards(self, message: messages.LoadShards) -> ShardMemory:
         """Return the shards that a message names, whose blocks are mapped. Drop all else stored.
 
         Raises:

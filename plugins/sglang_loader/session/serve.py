@@ -29,7 +29,7 @@ from sglang_loader.common.copies.strided import synchronize
 from sglang_loader.common.layout import BucketLayout, decode_layout, digest_of
 from sglang_loader.common.naming import listed
 from sglang_loader.common.rounds import SentRound, encode_rounds
-from sglang_loader.common.session import messages as wire
+from sglang_loader.common.session import messages
 from sglang_loader.common.session.channel import engine_end
 from sglang_loader.common.session.messages import FromTrainer, SessionDescriptor, SessionError
 from sglang_loader.common.shared_memory import CannotMap, host_id
@@ -44,7 +44,7 @@ from sglang_loader.upstream import device_of, engine_context, tp_rank
 logger = logging.getLogger(__name__)
 
 Message = TypeVar("Message", bound=FromTrainer)
-Load: TypeAlias = wire.LoadBucket | wire.LoadShards | wire.LoadRound
+Load: TypeAlias = messages.LoadBucket | messages.LoadShards | messages.LoadRound
 
 HANDSHAKE_TIMEOUT_S = 120.0  # the trainer opens sessions with all replicas before it answers
 POLL_S = 0.0001
@@ -174,14 +174,14 @@ class Session:
         assert self._outcome is not None, "nothing was loaded"
         with self._reporting_failure():
             self._channel.send(
-                wire.Loaded,
+                messages.Loaded,
                 **asdict(self._outcome),
                 differing=self.differing,
                 num_alike=self._num_alike,
                 host=host_id(),
                 seconds=dict(self._seconds),
             )
-            commit = _expected(wire.Commit, self._channel.receive())
+            commit = _expected(messages.Commit, self._channel.receive())
         return commit.is_last
 
     @contextmanager
@@ -200,10 +200,10 @@ class Session:
                 self._has_failed = True
                 # A trainer that sees a failed session closed counts its handles as dropped.
                 with suppress(SessionError), self._channel:  # the trainer may be what is gone
-                    self._channel.send(wire.Failed, traceback=text, failure=kind_of(error))
+                    self._channel.send(messages.Failed, traceback=text, failure=kind_of(error))
             raise
 
-    def conclude(self, failures: Sequence[str], kind: wire.FailureKind = "other") -> None:
+    def conclude(self, failures: Sequence[str], kind: messages.FailureKind = "other") -> None:
         """Report the outcome on all TP ranks to the trainer: the failures, or success.
 
         A session that has failed on this rank is closed. Its failure was reported.
@@ -214,9 +214,9 @@ class Session:
             self._mapped.release_all()
         with suppress(SessionError), self._channel:  # the reply to the request reports it, too
             if failures:
-                self._channel.send(wire.Failed, traceback="\n".join(failures), failure=kind)
+                self._channel.send(messages.Failed, traceback="\n".join(failures), failure=kind)
             else:
-                self._channel.send(wire.Published)
+                self._channel.send(messages.Published)
 
     def _load_all(self) -> None:
         for model, loader in zip(self._models, self._loaders, strict=True):
@@ -229,7 +229,7 @@ class Session:
                 store=PlanStore(model, context),
             )
         self._channel.send(
-            wire.Hello,
+            messages.Hello,
             buffers=mapped.names,
             stored=mapped.stored,
             plan=name_of([loader.plan for loader in self._loaders]),
@@ -240,21 +240,21 @@ class Session:
         for loader in self._loaders:
             loader.check_addresses()
             loader.prepare()
-        _expected(wire.Welcome, self._channel.receive(timeout_s=HANDSHAKE_TIMEOUT_S))
+        _expected(messages.Welcome, self._channel.receive(timeout_s=HANDSHAKE_TIMEOUT_S))
         self._begin_proof()
         while True:
             message = self._next_message()
             if isinstance(message, Load):
                 self._announce(message)  # loaded while the next messages come
-            elif isinstance(message, wire.Store):
+            elif isinstance(message, messages.Store):
                 self._mapped.store(message.data)
-            elif isinstance(message, wire.Finish):
+            elif isinstance(message, messages.Finish):
                 self._load_remaining()
                 self._outcome = self._finish(message)
                 self._end_proof()
                 return
             else:
-                _expected(wire.LoadBucket, message)
+                _expected(messages.LoadBucket, message)
 
     def _begin_proof(self) -> None:
         """Take digests of what the engine holds. For the proof of a route, poison the weights."""
@@ -333,7 +333,7 @@ class Session:
             if event is not None and not event.query():
                 return
             self._in_flight.popleft()
-            self._channel.send(wire.LoadDone, index=index)
+            self._channel.send(messages.LoadDone, index=index)
 
     def _begin_loads(self) -> None:
         while self._announced:
@@ -343,19 +343,19 @@ class Session:
                 return
             if memory is self._mapped:
                 self._mapped.map_buffers(message.buffers)
-            elif isinstance(message, wire.LoadRound):
+            elif isinstance(message, messages.LoadRound):
                 receiver.begin_round(message)
-            elif isinstance(message, wire.LoadBucket):
+            elif isinstance(message, messages.LoadBucket):
                 receiver.begin_bucket(message, decode_layout(message.layout))
             self._begun.append(self._announced.popleft())
             if memory is self._received:
-                self._channel.send(wire.Receiving, index=message.index)
+                self._channel.send(messages.Receiving, index=message.index)
 
     def _memory_of(self, message: Load) -> MappedMemory | GroupReceiver:
         """Return the memory that a load comes to: the group's receiver, or mapped memory."""
         if self._received is None:
             return self._mapped
-        if not isinstance(message, wire.LoadShards):
+        if not isinstance(message, messages.LoadShards):
             return self._received
         if message.buffers and message.host != host_id():
             raise SessionError("the trainer's parameters lie in memory of another host")
@@ -366,7 +366,7 @@ class Session:
         while self._announced or self._begun:
             self._advance()
             if self._channel.has_message():
-                _expected(wire.Abort, self._channel.receive())
+                _expected(messages.Abort, self._channel.receive())
         if self._in_flight:
             with self._spending("copying"):
                 synchronize(self._device)
@@ -382,9 +382,9 @@ class Session:
     def _announce(self, message: Load) -> None:
         # Loads are announced in order, and none twice. Buckets and the copy table do not mix.
         is_first = not self._num_loads
-        by_table = isinstance(message, wire.LoadShards) if is_first else self._by_table
-        fits = isinstance(message, wire.LoadBucket) != by_table
-        fits = fits and isinstance(message, wire.LoadShards) == (is_first and by_table)
+        by_table = isinstance(message, messages.LoadShards) if is_first else self._by_table
+        fits = isinstance(message, messages.LoadBucket) != by_table
+        fits = fits and isinstance(message, messages.LoadShards) == (is_first and by_table)
         if message.index != self._num_loads or not fits:
             raise SessionError(
                 f"got {type(message).__name__} {message.index}, expected load {self._num_loads}"
@@ -395,9 +395,9 @@ class Session:
 
     def _launch(self, message: Load) -> None:
         # All models of the session load the same bytes: a draft model and its target.
-        if isinstance(message, wire.LoadShards):
+        if isinstance(message, messages.LoadShards):
             on_stream = self._launch_shards(message)
-        elif isinstance(message, wire.LoadRound):
+        elif isinstance(message, messages.LoadRound):
             on_stream = self._launch_round(message)
         else:
             layout = decode_layout(message.layout)
@@ -409,7 +409,7 @@ class Session:
         event = _when_done(self._device, on_current_stream=on_stream)
         self._in_flight.append((message.index, event))
 
-    def _launch_shards(self, message: wire.LoadShards) -> bool:
+    def _launch_shards(self, message: messages.LoadShards) -> bool:
         """Load what the copy table reads of mapped shards, and report what must be sent.
 
         Returns:
@@ -425,14 +425,14 @@ class Session:
             data = encode_rounds(sent)
             digest = digest_of(data)
             is_known = digest == message.rounds
-            self._channel.send(wire.Rounds, digest=digest, data=None if is_known else data)
+            self._channel.send(messages.Rounds, digest=digest, data=None if is_known else data)
         for layout in shards.weight_map.layouts:
             self._steps.before_loading(layout)
         self._loaded += shards.weight_map.layouts
         replayed = [loader.load_shards(shards) for loader in self._loaders]
         return all(replayed)
 
-    def _launch_round(self, message: wire.LoadRound) -> bool:
+    def _launch_round(self, message: messages.LoadRound) -> bool:
         """Load a round. Return True if all work is on the current stream."""
         memory = self._memory_of(message)
         buffer = memory.buffer(message)
@@ -443,7 +443,7 @@ class Session:
             return True
         return self._rounds.popleft().load_round(buffer)
 
-    def _finish(self, finish: wire.Finish) -> SyncOutcome:
+    def _finish(self, finish: messages.Finish) -> SyncOutcome:
         """Check that every tensor came exactly once, and end the sync of all loaders."""
         # A lost or repeated message must not publish a part of the weights.
         num_tensors = sum(len(layout.tensors) for layout in self._loaded)
@@ -483,14 +483,14 @@ class Session:
 
 def _expected(kind: type[Message], message: FromTrainer) -> Message:
     """Return the trainer's message, or raise SessionError if it is of another kind."""
-    if isinstance(message, wire.Abort):
+    if isinstance(message, messages.Abort):
         raise SessionError(f"the trainer aborted the sync: {message.reason}")
     if not isinstance(message, kind):
         raise SessionError(f"expected {kind.__name__}, got {type(message).__name__}")
     return message
 
 
-def kind_of(error: Exception) -> wire.FailureKind:
+def kind_of(error: Exception) -> messages.FailureKind:
     """Return the kind of a failure, by which the trainer decides what to try next."""
     if isinstance(error, CannotMap):
         return "cannot_map"

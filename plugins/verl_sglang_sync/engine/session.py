@@ -23,7 +23,7 @@ import torch
 
 from sglang_loader.common.host_memory import HostHandle
 from sglang_loader.common.layout import digest_of
-from sglang_loader.common.session import messages as wire
+from sglang_loader.common.session import messages
 from sglang_loader.common.session.channel import Channel, trainer_end, trainer_end_on_network
 from sglang_loader.common.session.folder import SessionFolder
 from sglang_loader.common.session.messages import (
@@ -37,7 +37,7 @@ from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.sources.bucket_cutter import Bucket
 from verl_sglang_sync.sources.memory_blocks import Block, BlockNames, share_block
 
-Message = TypeVar("Message", bound=wire.FromEngine)
+Message = TypeVar("Message", bound=messages.FromEngine)
 
 ABORT_WAIT_S = 5.0  # for an engine that was asked to join, and has not joined yet
 
@@ -166,7 +166,7 @@ class TrainerSession:
         names: BlockNames,
         sent: SentHandles | None = None,
         *,
-        proof: wire.Proof = "none",
+        proof: messages.Proof = "none",
         group: str = "",
         senders: str = "",
         secret: bytes = b"",
@@ -176,7 +176,7 @@ class TrainerSession:
         self._channel = sockets.open()
         self._channel.begin(token, timeout_s=settings.request_timeout_s)
         descriptor = SessionDescriptor(
-            version=wire.SESSION_VERSION,
+            version=messages.SESSION_VERSION,
             endpoint=self._channel.endpoint,
             token=token,
             timeout_s=settings.request_timeout_s,
@@ -187,8 +187,8 @@ class TrainerSession:
             group=group,
             senders=senders,
         )
-        self.descriptor = wire.encode_descriptor(
-            wire.signed(descriptor, secret) if group else descriptor
+        self.descriptor = messages.encode_descriptor(
+            messages.signed(descriptor, secret) if group else descriptor
         )
         self._watch: Callable[[], None] | None = None
         self._has_committed = False
@@ -197,11 +197,11 @@ class TrainerSession:
         self._kept: set[str] = set()
         self._mapped: set[str] = set()
         self._slots: dict[str, int] = {}
-        self._unsent: list[wire.SharedBuffer] = []
+        self._unsent: list[messages.SharedBuffer] = []
         self._stored: set[str] = set()  # digests of what the engine has stored
         self.num_loads = self.num_done = self.num_receiving = 0
         self.loaded: Loaded | None = None
-        self.rounds: wire.Rounds | None = None
+        self.rounds: messages.Rounds | None = None
         self.plan = ""
         self.wants_proof = False
         self.dropped_elsewhere: list[BufferHandle] = []
@@ -218,12 +218,12 @@ class TrainerSession:
         self._watch = watch
         if not self._channel.wait(wait_s, watch):
             return False
-        hello = self._receive(wire.Hello)
+        hello = self._receive(messages.Hello)
         self._mapped, self._stored = set(hello.buffers), set(hello.stored)
         self.plan, self.wants_proof = hello.plan, hello.wants_proof
         self._sent.drop_all_but(self._mapped)  # left by an engine that died, or a failed session
         self.dropped_elsewhere = self._sent.take_elsewhere()
-        self._send(wire.Welcome)
+        self._send(messages.Welcome)
         return True
 
     def map_buffer(self, storage: torch.UntypedStorage, *, keep: bool) -> int:
@@ -282,13 +282,15 @@ class TrainerSession:
         if keep:
             self._kept.add(name)
         slot = self._slots[name] = len(self._slots)
-        self._unsent.append(wire.SharedBuffer(slot=slot, name=name, handle=handle, keep=keep))
+        self._unsent.append(messages.SharedBuffer(slot=slot, name=name, handle=handle, keep=keep))
 
     def load(self, index: int, bucket: Bucket, slot: int) -> None:
         """Request a bucket's load, see `LoadBucket`. Its memory must not change until then."""
         buffers, self._unsent = self._unsent, []
         self.num_loads += 1
-        self._send(wire.LoadBucket, index=index, buffers=buffers, slot=slot, layout=bucket.encoded)
+        self._send(
+            messages.LoadBucket, index=index, buffers=buffers, slot=slot, layout=bucket.encoded
+        )
 
     def load_shards(
         self,
@@ -310,10 +312,10 @@ class TrainerSession:
         """
         for stored in (weight_map, bases):
             if stored.digest not in self._stored:
-                self._send(wire.Store, data=stored.data)
+                self._send(messages.Store, data=stored.data)
         buffers, self._unsent = self._unsent, []
         self._send(
-            wire.LoadShards,
+            messages.LoadShards,
             index=0,
             buffers=buffers,
             host=host,
@@ -329,7 +331,7 @@ class TrainerSession:
         """Request the load of the next round, see `LoadRound`."""
         buffers, self._unsent = self._unsent, []
         self._send(
-            wire.LoadRound,
+            messages.LoadRound,
             index=self.num_loads,
             buffers=buffers,
             slot=slot,
@@ -347,14 +349,14 @@ class TrainerSession:
         """
         while self._channel.wait(0.0, self._watch):
             message = self._next()
-            if isinstance(message, wire.Receiving):
+            if isinstance(message, messages.Receiving):
                 self.num_receiving = _counted(message, self.num_receiving)
-            elif isinstance(message, wire.Rounds):
+            elif isinstance(message, messages.Rounds):
                 self.rounds = message
             elif isinstance(message, Loaded):
                 self.loaded = message
             else:
-                self.num_done = _counted(_expected(wire.LoadDone, message), self.num_done)
+                self.num_done = _counted(_expected(messages.LoadDone, message), self.num_done)
 
     def wait_briefly(self) -> None:
         self._channel.wait_briefly()
@@ -362,7 +364,7 @@ class TrainerSession:
     def finish(self, *, num_tensors: int) -> None:
         """Report that everything was announced, see `Finish`."""
         self._send(
-            wire.Finish,
+            messages.Finish,
             num_loads=self.num_loads,
             num_tensors=num_tensors,
         )
@@ -376,11 +378,11 @@ class TrainerSession:
         """
         # Noted before the sending, which may fail though the Commit arrives.
         self._watch, self._has_committed = watch, True
-        self._send(wire.Commit, is_last=is_last)
+        self._send(messages.Commit, is_last=is_last)
 
     def wait_until_published(self) -> None:
         """Wait until all TP ranks of the engine have published. Raise as `poll` does."""
-        self._receive(wire.Published)
+        self._receive(messages.Published)
 
     def abort(self, reason: str, watch: Callable[[], None] | None) -> None:
         """Abort the session, and wait up to `ABORT_WAIT_S` for an engine that has not joined yet.
@@ -394,7 +396,7 @@ class TrainerSession:
         # An engine that joins later would wait for buckets until its time limit.
         with suppress(Exception):  # the engine is gone
             if self._channel.has_heard or self._channel.wait(ABORT_WAIT_S, watch):
-                self._channel.send(wire.Abort, reason=reason)
+                self._channel.send(messages.Abort, reason=reason)
 
     def _send(self, kind: type[Any], **fields: Any) -> None:
         """Send a message. If the engine is gone, raise the failure that it has sent before."""
@@ -403,7 +405,7 @@ class TrainerSession:
         except SessionError:
             while self._channel.has_message():
                 message = self._channel.receive()
-                if isinstance(message, wire.Failed):
+                if isinstance(message, messages.Failed):
                     raise _failure(message) from None
             raise
 
@@ -412,7 +414,7 @@ class TrainerSession:
 
     def _next(self) -> FromEngine:
         message = self._channel.receive(watch=self._watch)
-        if isinstance(message, wire.Failed):
+        if isinstance(message, messages.Failed):
             raise _failure(message)
         return message
 
@@ -435,7 +437,7 @@ def _expected(kind: type[Message], message: FromEngine) -> Message:
     return message
 
 
-def _counted(message: wire.Receiving | wire.LoadDone, number: int) -> int:
+def _counted(message: messages.Receiving | messages.LoadDone, number: int) -> int:
     """Check that the message is for load `number`, and return the next number."""
     if message.index != number:
         name = type(message).__name__
@@ -443,7 +445,7 @@ def _counted(message: wire.Receiving | wire.LoadDone, number: int) -> int:
     return number + 1
 
 
-def _failure(message: wire.Failed) -> EngineFailed:
+def _failure(message: messages.Failed) -> EngineFailed:
     kinds = {
         "cannot_map": EngineCannotMap,
         "differs": ProofFailed,

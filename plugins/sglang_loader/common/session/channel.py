@@ -23,7 +23,7 @@ from typing import Any, Generic, TypeVar
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from sglang_loader.common.session import messages as wire
+from sglang_loader.common.session import messages
 from sglang_loader.common.session.folder import checked_address
 from sglang_loader.common.session.messages import FromEngine, FromTrainer, PeerLost, SessionError
 
@@ -56,7 +56,7 @@ class Channel(Generic[Received]):
         self._bind = bind
         self._token = ""
         self._timeout_s = 0.0
-        self._decoder: Any = wire.FROM_ENGINE if bind else wire.FROM_TRAINER
+        self._decoder: Any = messages.FROM_ENGINE if bind else messages.FROM_TRAINER
         self._peer = "engine" if bind else "trainer"
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
@@ -117,7 +117,7 @@ class Channel(Generic[Received]):
         try:
             if self._is_peer_gone:
                 raise zmq.Again
-            self._socket.send(wire.encode(kind(token=self._token, **fields)), zmq.NOBLOCK)
+            self._socket.send(messages.encode(kind(token=self._token, **fields)), zmq.NOBLOCK)
         except zmq.Again:
             raise PeerLost(f"{kind.__name__} was not sent: the {self._peer} is gone") from None
 
@@ -183,11 +183,11 @@ class Channel(Generic[Received]):
             data = self._socket.recv()
             self.has_heard = True
             message = self._checked(data)
-            if isinstance(message, wire.Abort):  # overtakes all messages that wait
+            if isinstance(message, messages.Abort):  # overtakes all messages that wait
                 self._received.appendleft(message)
             else:
                 self._received.append(message)
-        is_aborted = bool(self._received) and isinstance(self._received[0], wire.Abort)
+        is_aborted = bool(self._received) and isinstance(self._received[0], messages.Abort)
         if self._is_peer_gone and not self._bind and not is_aborted:
             raise PeerLost(f"the {self._peer}'s process is gone")
         return bool(self._received)
@@ -220,8 +220,8 @@ class Channel(Generic[Received]):
                 self._connect_deadline = 0.0
 
     def _checked(self, data: bytes) -> Received:
-        message: Received = wire.decode(self._decoder, data)
-        wire.check_version(message.version)
+        message: Received = messages.decode(self._decoder, data)
+        messages.check_version(message.version)
         if not hmac.compare_digest(message.token.encode(), self._token.encode()):
             raise SessionError(f"a message of the {self._peer} has a wrong token: refused")
         return message
