@@ -108,7 +108,7 @@ class RouteOutdated(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentBuckets:
     """The buckets that a trainer rank has sent, which are the same on all ranks.
 
     Attributes:
@@ -125,11 +125,11 @@ class Sent:
             f"{self.checksum}"
         )
 
-    def and_bucket(self, bucket: Bucket) -> Sent:
+    def and_bucket(self, bucket: Bucket) -> SentBuckets:
         """Return what was sent with another bucket."""
         num_tensors = self.num_tensors + len(bucket.layout.tensors)
         checksum = zlib.crc32(bucket.digest.encode(), self.checksum)
-        return Sent(self.num_buckets + 1, num_tensors, checksum)
+        return SentBuckets(self.num_buckets + 1, num_tensors, checksum)
 
 
 @dataclass(eq=False)
@@ -146,7 +146,7 @@ class Sessions:
     settings: WeightSyncConfig
     report: SyncReport
     engine_ranks: list[EngineRank] = field(default_factory=list)
-    sent: Sent = Sent()
+    sent: SentBuckets = SentBuckets()
     may_be_served: bool = False
 
     @property
