@@ -133,7 +133,11 @@ PRINT_PLATFORM = "import verl.plugin.platform as p; print(p.PlatformRegistry.reg
 
 @pytest.mark.parametrize(
     ("platform", "module", "registered"),
-    [("", "", False), ("", "cpu_platform", False), ("cpu", "cpu_platform", True)],
+    [
+        pytest.param("", "", False, marks=pytest.mark.slow),
+        pytest.param("", "cpu_platform", False, marks=pytest.mark.slow),
+        ("cpu", "cpu_platform", True),
+    ],
 )
 def test_verl_gets_the_platform_if_variables_name_it(platform, module, registered, tmp_path):
     environment = {"PYTHONPATH": python_path(), "VERL_PLATFORM": platform}
