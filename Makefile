@@ -76,7 +76,7 @@ test: lint ## lint, and the tests, in two lanes (the GPU ones skip with a reason
 	$(RUN) -m pytest -q -m "not slow" --two-lanes $(PYTEST_ARGS)
 
 test-slow: setup ## the rest: more models, Megatron, broadcasts, faults, two hosts (30 minutes)
-	$(RUN) -m pytest -q -m slow $(PYTEST_ARGS)
+	$(RUN) -m pytest -q -m slow --two-lanes $(PYTEST_ARGS)
 
 FAULTS ?= 2000
 SEED ?= 1
