@@ -1,4 +1,4 @@
-"""Proof that a plan loads the same bytes as `load_weights` into every storage of the model.
+"""Check that a plan loads the same bytes as `load_weights` into every storage of the model.
 
     reason = check_bucket(model, bucket_plan, traced.destinations, model.load_weights, buffer)
     if reason is not None:

@@ -1,7 +1,7 @@
 """The trainer's memory as an engine process maps it, and what a session's loads read there.
 
-Mapped buffers outlive a session, so that a later session need not map them again. The weight map of
-a pulled sync and its bases are stored likewise.
+Blocks of parameters may stay mapped after a session, so that a later one need not map them again.
+The weight map of a pulled sync and its bases are stored likewise.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Proof that a sync brings the same bytes that the engine holds already.
 
-Two syncs of the same weights must leave the same bytes. After an exported sync the trainer sends
-the weights once more, by the route that it wants to use from then on. Each engine rank does this:
+Two syncs of the same weights must leave the same bytes. In the proof "route" the trainer sends the
+weights of an exported sync once more, by the route that it wants to use from then on. Each engine
+rank does this:
 
 1. `HeldWeights.of(loaders)` takes a digest of every storage that the models reach.
 2. `poison` fills every byte that the load plans write with a pattern.
@@ -10,7 +11,8 @@ the weights once more, by the route that it wants to use from then on. Each engi
 
 If a byte comes from a wrong place, or does not come, the digests differ. One fault stays unseen: a
 swap of tensors that hold the same bytes in this sync, such as norms that are all ones. `num_alike`
-counts such tensors. The trainer repeats the proof when they may have become different. Digests are
+counts such tensors. The trainer repeats the proof when they may have become different. In the
+proof "served" the weights come by the export instead, and nothing is poisoned. Digests are
 taken on the device, and read each storage once.
 """
 

@@ -208,9 +208,9 @@ class RouteContext:
 class Route:
     """A way of one trainer rank to sync without the full export, kept for all syncs.
 
-    After a good exported sync `learn` locates every byte that the engines read. A proof then
-    delivers the same weights once more by this route. If a sync fails, or the engines or the
-    parameters change, the next sync is exported and the route is prepared anew.
+    Before an exported sync is committed, `learn` finds the places of all bytes that the engines
+    read. A proof then delivers the same weights once more by this route. If a sync fails, or the
+    engines or the parameters change, the next sync is exported and the route is prepared anew.
 
     Attributes:
         fallback_text: the consequence for a sync if the route cannot be used, for the log.

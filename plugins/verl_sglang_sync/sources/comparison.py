@@ -1,4 +1,4 @@
-"""The proof of a trace: compares a rank's shards with the full export, bit for bit.
+"""The check of a trace: compares a rank's shards with the full export, bit for bit.
 
     comparison = source_map.begin_comparison(export)    # collective, before the first bucket
     comparison.add(batch.named)                   # for each bucket, on its way to the engines

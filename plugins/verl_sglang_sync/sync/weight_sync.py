@@ -75,8 +75,8 @@ class SyncPass:
     Attributes:
         tries_route: the route is taken if it has something to offer, else the export.
         proof: what the session proves.
-        proof_follows: another session of this sync proves what this one brings.
-        is_last: no pass follows. The route learns nothing, and a user's request for a proof waits
+        due_proof_follows: another session of this sync proves what this one brings.
+        ends_sync: no pass follows. The route learns nothing, and a user's request for a proof waits
             for the next sync.
         by_route: the route brought the weights, not the export.
         wants_proof: an engine's user has asked for a proof of this sync, which can be made.
@@ -87,8 +87,8 @@ class SyncPass:
     task: SyncTask
     tries_route: bool = False
     proof: Proof = "none"
-    proof_follows: bool = False
-    is_last: bool = False
+    due_proof_follows: bool = False
+    ends_sync: bool = False
     by_route: bool = field(default=False, init=False)
     wants_proof: bool = field(default=False, init=False)
     differing: list[str] = field(default_factory=list, init=False)
@@ -97,7 +97,7 @@ class SyncPass:
     @property
     def may_be_followed(self) -> bool:
         """True if another pass may prove what this one brings."""
-        return self.proof == "none" and not self.is_last
+        return self.proof == "none" and not self.ends_sync
 
 
 class WeightSync:
@@ -180,13 +180,13 @@ class WeightSync:
             warn_once(CANNOT_PROVE)
             is_due = False
 
-        sync_pass = self._bring(SyncPass(task, tries_route=True, proof_follows=is_due))
+        sync_pass = self._bring(SyncPass(task, tries_route=True, due_proof_follows=is_due))
         is_due, is_proven = is_due or sync_pass.wants_proof, False
         while not sync_pass.by_route and self._route.state is RouteState.LEARNT:
             if is_proven := self._prove_route(task):
                 break
             task.report.restart()
-            sync_pass = self._bring(SyncPass(task, proof_follows=is_due))
+            sync_pass = self._bring(SyncPass(task, due_proof_follows=is_due))
             is_due = is_due or sync_pass.wants_proof
         if is_due and not is_proven:
             self._prove_served(task)
@@ -277,7 +277,7 @@ class WeightSync:
                     raise
                 logger.warning("weight sync: not proven, exported in full again: %s", error)
                 # Nothing follows it that could open the gates.
-                self._once(SyncPass(sync_pass.task, is_last=True))
+                self._once(SyncPass(sync_pass.task, ends_sync=True))
                 self._next_proof = self._num_syncs + 2  # the next sync
                 return
         task.report.is_proven = not sync_pass.differing
@@ -363,7 +363,7 @@ class WeightSync:
                     ranks.check()  # no rank may fail between here and its Commit
                 sync_pass.wants_proof = sync_pass.may_be_followed and wants_proof
                 # The engines' gates stay closed while a proof follows.
-                follows = sync_pass.proof_follows or sync_pass.wants_proof
+                follows = sync_pass.due_proof_follows or sync_pass.wants_proof
                 follows = follows or (learns and self._route.state is RouteState.LEARNT)
                 sessions.commit(is_last=not follows)
                 source.end()

@@ -6,15 +6,15 @@ messages go over a socket that the trainer binds, in a private folder of the hos
     engine                                   trainer
     Hello(what it has and holds)      ->
                                       <-     Welcome
-                                      <-     LoadBucket(index, buffers, pieces, layout)
+                                      <-     LoadBucket(index, buffers, slot, layout)
     LoadDone(index)                   ->     its memory may be written again
                                       ...
                                       <-     Finish(counts)
     LoadDone(what was in flight)      ->
     Loaded(how)                       ->     all TP ranks have read every byte, and it fits
                                       <-     Commit, when every trainer rank has got Loaded
-    Published                         ->     all TP ranks serve the weights; the prefix cache is
-                                             dropped
+    Published                         ->     all TP ranks have published the weights; the prefix
+                                             cache is dropped
                                       <-     Abort(reason), at any time
     Failed(traceback), at any time    ->
 
@@ -335,7 +335,10 @@ class Loaded(_Message, frozen=True, kw_only=True):
 
 
 class Published(_Message, frozen=True, kw_only=True):
-    """The engine's message that all TP ranks serve the weights, without an old prefix cache.
+    """The engine's message that all TP ranks have published the weights, and no old prefix cache.
+
+    Requests run as soon as the gate is open: after the sync's last session, with the KV cache
+    resumed.
 
     The reply to the request that opened the session reports the same, later.
     """

@@ -8,7 +8,8 @@ trainer ranks' GPUs, or have other GPUs.
 
 The route traces the export once. The trace maps each exported tensor to bytes of shards. Each rank
 then compares its own shards, bit for bit, with the full export that the engines load
-(`sources.comparison`), and sends the locations of its shards to the other ranks:
+(`sources.comparison`). The proof, and each sync after it for which parameters may have moved,
+begins with the locations of all ranks' shards:
 
     route.learn(loaded_export)                     # after a good exported sync
     source = route.choose(export, report)          # in the next syncs
