@@ -3,6 +3,7 @@
 import os
 import threading
 from dataclasses import asdict
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -10,7 +11,11 @@ import torch
 import torch.distributed as dist
 
 from sglang_loader.common.engine_settings import LOAD_PLANS_VARIABLE
-from sglang_loader.common.session.messages import MAKING_PLAN, PROVING_SAVED_PLAN
+from sglang_loader.common.session.messages import (
+    MAKING_PLAN,
+    PROVING_SAVED_PLAN,
+    SAVED_PLAN_MISFITS,
+)
 from sglang_loader.session import plan_store
 from unit.route_ranks import EngineModel, Rank, local_of
 
@@ -43,6 +48,10 @@ class PartialModel(EngineModel):
         return super().wrong({name: t for name, t in export.items() if name != LEFT_OUT})
 
 
+class PaddedModel(EngineModel):
+    """A model that has one tensor more."""
+
+
 class RestartedRank(Rank):
     """A rank that notes, of each sync, why its engine replayed no plan."""
 
@@ -65,19 +74,21 @@ class RestartedRank(Rank):
         """Load by another version of the loader, of which the key of these tests has nothing."""
         for model in self.engine.models if self.engine is not None else ():
             model.__class__ = kind
+            if kind is PaddedModel:
+                model.register_buffer("padding", torch.ones(1))
 
 
 def _key(model, context):
     return {"rank": str(model.rank)}
 
 
-def _play_restarted(folder, wires, loaders):
+def _play_restarted(folder, wires, loaders, **settings):
     """What a rank sees before a restart, and after it, with a loader for each life."""
     lives = []
     variables = {LOAD_PLANS_VARIABLE: folder}
     with mock.patch.dict(os.environ, variables), mock.patch.object(plan_store, "plan_key", _key):
         for loader in loaders:
-            rank = RestartedRank(wires, "moe")
+            rank = RestartedRank(wires, "moe", **settings)
             rank.load_by(loader)
             rank.step()
             for step in STEPS:
@@ -114,6 +125,19 @@ def test_wrong_saved_plan_is_traced_in_its_sync(pool, tmp_path):
         assert after["off"] is None
         assert reasons[0] in (MAKING_PLAN, None), "the export that follows is traced"
     assert len(list(folder.iterdir())) == 2, "the right plan has replaced it"
+
+
+def test_after_an_unfit_saved_plan_all_is_traced(pool, tmp_path):
+    """Though a training with on_fallback=error stops if a sync prepares no route for good."""
+    folder = tmp_path / "load-plans"
+    play = partial(_play_restarted, on_fallback="error")
+    for (_, _), (after, reasons) in pool.run(play, str(folder), "pull", (EngineModel, PaddedModel)):
+        assert after["errors"] == [] and not any(after["wrong"])
+        assert after["routes"] == ["export", "export", "pull"]
+        assert after["state"] == "PROVEN"
+        assert reasons[0] is None or reasons[0].startswith(SAVED_PLAN_MISFITS)
+        assert reasons[1] in (MAKING_PLAN, None)
+    assert len(list(folder.iterdir())) == 2, "the new plan has replaced it"
 
 
 def test_a_saved_plan_without_a_tensor_is_found(pool, tmp_path):

@@ -39,6 +39,7 @@ from sglang_loader.common.naming import listed
 from sglang_loader.common.session.messages import (
     MAKING_PLAN,
     PROVING_SAVED_PLAN,
+    SAVED_PLAN_MISFITS,
     SessionError,
 )
 from sglang_loader.common.weight_map import ShardMemory
@@ -408,10 +409,12 @@ class ModelLoader:
             self._take_plan(saved.on(collect_destinations(self.model)))
         except Exception as error:  # the weights are right, and the next sync is traced
             # The manifest check must not judge by uses that may be of another model.
-            self._checked, reason = None, f"no saved load plan: {error}"
+            self._checked, reason = None, f"{SAVED_PLAN_MISFITS}: {error}"
             self.uses = [replace(uses, problem=reason) for uses in self.uses]
             self._uses_of_bucket = {}
             self._note_reason(reason)
+            if self._store is not None:
+                self._store.discard()  # a restart would try it again
             return
         self.has_unproven_plan = True
         self._reason = self._reason or PROVING_SAVED_PLAN

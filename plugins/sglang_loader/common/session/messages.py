@@ -303,6 +303,9 @@ MAKING_PLAN = "the plan is being made"
 PROVING_SAVED_PLAN = "a saved load plan will be proven"
 """`Loaded.reason` of a first sync that was not traced. This reason is no problem."""
 
+SAVED_PLAN_MISFITS = "the saved load plan does not fit, and the next sync is traced"
+"""The beginning of `Loaded.reason` where a saved load plan was tried in vain."""
+
 
 class Loaded(_Message, frozen=True, kw_only=True):
     """The engine's message that this rank has all weights.

@@ -38,7 +38,7 @@ from sglang_loader.common.rounds import (
     encode_parts,
     parts_of,
 )
-from sglang_loader.common.session.messages import SessionError
+from sglang_loader.common.session.messages import SAVED_PLAN_MISFITS, SessionError
 from sglang_loader.common.shared_memory import BufferHandle, drop_references, host_id
 from verl_sglang_sync.engine.engine_ranks import EngineRank, waiting
 from verl_sglang_sync.engine.session import BlockNotMapped, EngineCannotMap, TrainerSession
@@ -158,14 +158,16 @@ class TableRoute(Route):
         self._sender, self._listed_rounds, self.sends = None, [], False
         known, hosts = self._known_ranks(), [outcome.host for outcome in export.loaded]
         assert len(known) == len(hosts), "one outcome for each engine rank of this rank"
-        num_unplanned = sum(not outcome.has_plan for outcome in export.loaded)
-        gathered = self._ranks.gather((host_id(), hosts, num_unplanned))
-        trainer_hosts, reader_hosts, nums_unplanned = zip(*gathered, strict=True)
+        unplanned = [outcome.reason or "" for outcome in export.loaded if not outcome.has_plan]
+        gathered = self._ranks.gather((host_id(), hosts, unplanned))
+        trainer_hosts, reader_hosts, all_unplanned = zip(*gathered, strict=True)
         first = sum(map(len, reader_hosts[: own_rank()]))
         self._own_readers = range(first, first + len(hosts))
         self._prepared_for = known
-        if sum(nums_unplanned):
-            self._note_obstacle(f"{sum(nums_unplanned)} engine ranks have no load plan")
+        if reasons := list(chain(*all_unplanned)):
+            # Engines whose saved plan does not fit trace the next sync.
+            lasts = not all(reason.startswith(SAVED_PLAN_MISFITS) for reason in reasons)
+            self._note_obstacle(f"{len(reasons)} engine ranks have no load plan", lasts=lasts)
             return
         self._wires = Wires(
             tuple(trainer_hosts),
@@ -195,10 +197,14 @@ class TableRoute(Route):
             f"buffers, as an engine cannot map the trainer's memory: {reason}"
         )
 
-    def _note_obstacle(self, text: str) -> None:
-        """Record why this exported sync cannot prepare the route. The next one may."""
+    def _note_obstacle(self, text: str, *, lasts: bool = True) -> None:
+        """Record why this exported sync cannot prepare the route. The next one may.
+
+        Args:
+            lasts: False if the next exported sync is sure to be without this obstacle.
+        """
         warn_once(f"weight sync: {self.fallback_text}: {text}")
-        self.reason = text
+        self.reason = text if lasts else None
 
     def _choose_wires(self) -> str | None:
         """Find the engine ranks that are sent shards. Collective.
