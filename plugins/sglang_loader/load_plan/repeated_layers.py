@@ -21,13 +21,14 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeAlias
 
 from torch import nn
 
-from sglang_loader.common.layout import BucketLayout, BucketTensor
+from sglang_loader.common.layout import BucketLayout
+from sglang_loader.common.regions.geometry import Region
 from sglang_loader.load_plan.destinations import Destinations, TensorEntry
 from sglang_loader.load_plan.trace import Space, Step, TensorRef, TracedBucket, in_space
 
@@ -63,17 +64,53 @@ class _Group:
     Attributes:
         layout: of the bucket that was traced.
         tensors: positions in `layout`, ascending.
+        places: the divided names of the tensors.
         steps: in order.
+        storages: that the steps read or write, by number.
     """
 
     number: str
     layout: BucketLayout
     tensors: Sequence[int]
+    places: Sequence[_Place]
     steps: Sequence[Step]
+    storages: frozenset[int]
 
 
 _Storages: TypeAlias = Mapping[int, int]
 """Storages of a traced layer, each with that of the layer that repeats it."""
+
+
+class _Index:
+    """The storages of a model by name, and what is in them.
+
+    Attributes:
+        numbers: of the storages, by name.
+        repeats: for a storage of a traced layer and a layer's number, the other layer's storage,
+            or None if it is unlike. As far as it is known.
+    """
+
+    def __init__(self, destinations: Destinations) -> None:
+        self.destinations = destinations
+        self.numbers = {storage.name: at for at, storage in enumerate(destinations.storages)}
+        self.repeats: dict[tuple[int, str], int | None] = {}
+        self._tensors: defaultdict[int, list[TensorEntry]] = defaultdict(list)
+        for tensor in destinations.tensors:
+            self._tensors[tensor.storage].append(tensor)
+
+    def are_alike(self, first: int, second: int) -> bool:
+        """Return True if two storages have the same tensors, but for their layers' numbers."""
+        known, other = (self.destinations.storages[at] for at in (first, second))
+        if (known.nbytes, known.device) != (other.nbytes, other.device):
+            return False
+        return self._forms(first) == self._forms(second)
+
+    def _forms(self, storage: int) -> list[object]:
+        named = [(tensor, _Place.of(tensor.name)) for tensor in self._tensors[storage]]
+        return [
+            (place.kind if place else tensor.name, tensor.kind, tensor.dtype, tensor.region)
+            for tensor, place in named
+        ]
 
 
 class RepeatedLayers:
@@ -84,7 +121,7 @@ class RepeatedLayers:
         self._is_off = not isinstance(model, nn.Module)
         self._groups: dict[tuple[str, str], _Group | None] = {}  # None: cannot be repeated
         self._alike: dict[tuple[str, str, str], bool] = {}
-        self._of: tuple[Destinations, dict[str, int], dict[int, list[TensorEntry]]] | None = None
+        self._index: _Index | None = None
 
     def give_up(self) -> None:
         """Repeat nothing any more in this sync."""
@@ -100,17 +137,16 @@ class RepeatedLayers:
             return
         names = [_Place.of(tensor.name) for tensor in traced.layout.tensors]
         for tensors, steps in _loaded_together(traced):
-            places = [names[position] for position in tensors]
-            numbers = {place.number if place else None for place in places}
-            number = numbers.pop()
+            places = [place for at in tensors if (place := names[at]) is not None]
+            numbers = {place.number for place in places}
             group = None
-            if number is not None and not numbers:
-                group = _Group(number, traced.layout, tensors, steps)
-                if not all(self._is_of_layer(ref, number, traced) for ref in _in_model(steps)):
-                    group = None
+            if len(places) == len(tensors) and len(numbers) == 1:
+                [number] = numbers
+                storages = frozenset(ref.index for ref in _in_model(steps))
+                if all(self._is_of_layer(storage, number, traced) for storage in storages):
+                    group = _Group(number, traced.layout, tensors, places, steps, storages)
             for place in places:
-                if place is not None:
-                    self._groups.setdefault(place.kind, group)
+                self._groups.setdefault(place.kind, group)
 
     def trace(self, layout: BucketLayout, destinations: Destinations) -> TracedBucket | None:
         """Return the trace of a bucket all of whose tensors are of known layers, else None."""
@@ -156,8 +192,8 @@ class RepeatedLayers:
                 return False
         return True
 
-    def _is_of_layer(self, ref: TensorRef, number: str, traced: TracedBucket) -> bool:
-        place = _Place.of(traced.destinations.storages[ref.index].name)
+    def _is_of_layer(self, storage: int, number: str, traced: TracedBucket) -> bool:
+        place = _Place.of(traced.destinations.storages[storage].name)
         return place is not None and place.number == number
 
     def _members(
@@ -165,12 +201,13 @@ class RepeatedLayers:
     ) -> list[int] | None:
         """Return the positions of a group's tensors for another layer, or None if one differs."""
         members = []
-        for position in group.tensors:
+        for position, place in zip(group.tensors, group.places, strict=True):
             known = group.layout.tensors[position]
-            place = _Place.of(known.name)
-            assert place is not None, "a group's tensors are numbered"
             at = positions.get(place.with_number(number))
-            if at is None or _form(layout.tensors[at]) != _form(known):
+            if at is None:
+                return None
+            own = layout.tensors[at]
+            if (own.shape, own.dtype) != (known.shape, known.dtype):
                 return None
             members.append(at)
         # A loader goes through the tensors in their order.
@@ -178,33 +215,25 @@ class RepeatedLayers:
 
     def _storages(self, group: _Group, number: str, destinations: Destinations) -> _Storages | None:
         """Return the storages of another layer, or None if the layers differ in their modules."""
-        by_name, tensors = self._index(destinations)
-        storages = {}
-        for index in {ref.index for ref in _in_model(group.steps)}:
-            known = destinations.storages[index]
-            place = _Place.of(known.name)
-            assert place is not None, "a group's storages are numbered"
-            other = by_name.get(place.with_number(number))
-            if other is None or not self._are_alike(place.kind[0], group.number, number):
+        if self._index is None or self._index.destinations is not destinations:
+            self._index = _Index(destinations)
+        repeats, storages = self._index.repeats, {}
+        for storage in group.storages:
+            if (storage, number) not in repeats:
+                repeats[storage, number] = self._repeat_of(storage, number, self._index)
+            other = repeats[storage, number]
+            if other is None:
                 return None
-            found = destinations.storages[other]
-            is_same = (found.nbytes, found.device) == (known.nbytes, known.device)
-            if not is_same or _forms(tensors[index]) != _forms(tensors[other]):
-                return None
-            storages[index] = other
+            storages[storage] = other
         return storages
 
-    def _index(
-        self, destinations: Destinations
-    ) -> tuple[dict[str, int], dict[int, list[TensorEntry]]]:
-        """Return the storages by name, and the tensors in each."""
-        if self._of is None or self._of[0] is not destinations:
-            by_storage: defaultdict[int, list[TensorEntry]] = defaultdict(list)
-            for tensor in destinations.tensors:
-                by_storage[tensor.storage].append(tensor)
-            names = {storage.name: at for at, storage in enumerate(destinations.storages)}
-            self._of = destinations, names, by_storage
-        return self._of[1:]
+    def _repeat_of(self, storage: int, number: str, index: _Index) -> int | None:
+        """Return another layer's storage that is like one of a traced layer, or None."""
+        place = _Place.of(index.destinations.storages[storage].name)
+        assert place is not None, "a group's storages are numbered"
+        other = index.numbers.get(place.with_number(number))
+        is_like = other is not None and index.are_alike(storage, other)
+        return other if is_like and self._are_alike(place.kind[0], place.number, number) else None
 
     def _are_alike(self, before: str, known: str, number: str) -> bool:
         """Return True if the modules of two layers have the same classes and loading functions."""
@@ -230,19 +259,6 @@ def _loader_of(parameter: nn.Parameter) -> tuple[object, object]:
     loader = getattr(parameter, "weight_loader", None)
     function = getattr(loader, "__func__", loader)
     return type(parameter), getattr(function, "__code__", type(function))
-
-
-def _form(tensor: BucketTensor) -> tuple[object, ...]:
-    return tensor.shape, tensor.dtype
-
-
-def _forms(tensors: Iterable[TensorEntry]) -> list[object]:
-    """Return what is the same in layers of one kind of the tensors in a storage."""
-    names = [(tensor, _Place.of(tensor.name)) for tensor in tensors]
-    return [
-        (place.kind if place else tensor.name, tensor.kind, tensor.dtype, tensor.region)
-        for tensor, place in names
-    ]
 
 
 def _in_model(steps: Iterable[Step]) -> Iterable[TensorRef]:
@@ -304,15 +320,18 @@ def _repeat(
     fresh = iter(numbers)
 
     def placed(ref: TensorRef) -> TensorRef:
+        index, region = ref.index, ref.region
         if ref.space is Space.DESTINATION:
-            return replace(ref, index=storages[ref.index])
-        if ref.space is Space.BUCKET:
-            delta = moved[group.layout.tensor_at(ref.region.offset)]
-            return replace(ref, region=replace(ref.region, offset=ref.region.offset + delta))
-        key = ref.space, ref.index
-        if key not in renamed:
-            renamed[key] = next(fresh)
-        return replace(ref, index=renamed[key])
+            index = storages[index]
+        elif ref.space is Space.BUCKET:
+            offset = region.offset + moved[group.layout.tensor_at(region.offset)]
+            region = Region(offset, region.shape, region.stride, region.itemsize)
+        else:
+            key = ref.space, index
+            if key not in renamed:
+                renamed[key] = next(fresh)
+            index = renamed[key]
+        return TensorRef(ref.space, index, ref.dtype, region)
 
     for step in group.steps:
         reads, writes = tuple(map(placed, step.reads)), tuple(map(placed, step.writes))
