@@ -4,7 +4,7 @@
 
 The load plan copies from buckets to the model, and the weight map places the buckets in the trainer
 ranks' shards. `CopyTable.of` joins both once. After that no bucket plays a part in a pulled sync:
-the executor runs the table's steps, each in one launch. Pure.
+the executor runs the table's steps, each in few launches. Pure.
 
 A step ends behind a bucket whose `rest` goes through `load_weights`, because later copies may
 overwrite what `load_weights` writes. A step also ends before a bucket that writes a byte that the
@@ -50,7 +50,7 @@ class QuantizedPart:
 
 @dataclass(frozen=True, slots=True)
 class TableStep:
-    """The copies of one launch, what is quantised then, and what `load_weights` loads then.
+    """The copies that run in any order, what is quantised then, and what `load_weights` loads then.
 
     Attributes:
         copies: each with the number of the shard that it reads. No two write the same byte.

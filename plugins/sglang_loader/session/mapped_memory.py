@@ -65,7 +65,7 @@ class MappedMemory:
         self._stored[digest_of(data)] = data
 
     def map_buffers(self, buffers: Sequence[messages.SharedBuffer]) -> None:
-        """Map the buffers that are not mapped yet.
+        """Map the buffers that came with handles.
 
         Raises:
             SessionError: a buffer is not mapped, and its message has no handle.

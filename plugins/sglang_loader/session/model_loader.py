@@ -9,8 +9,9 @@
 The first sync loads eagerly, while its load plan is recorded and checked bucket by bucket. Later
 syncs replay the plan. The plan may cease to hold: another layout, another expert map, a parameter
 at another address, a failed check. Then the model's own `load_weights` loads the rest of that sync,
-and the reason is logged once. The weights are right in either case. Only rounds hold nothing but
-this rank's part, so that `load_weights` cannot load them: without a plan, such a sync fails.
+and the reason is logged once. The weights are right in either case. `load_weights` cannot load
+rounds, which hold nothing but this rank's part, nor shards that are to be quantised: without a
+plan, such a sync fails.
 
 If an earlier process has saved its plan (`plan_store`), the first sync is not traced. Until the
 proof of a route has shown that the saved plan holds, it loads nothing but that proof.

@@ -151,7 +151,7 @@ def transformed(
     weights: Iterable[NamedTensor],
     step: Callable[[Iterable[NamedTensor]], Iterable[NamedTensor]],
 ) -> Iterable[NamedTensor]:
-    """Apply `step`, which computes nothing, to an export.
+    """Apply `step` to an export.
 
     The result can be repeated if `weights` can.
     """

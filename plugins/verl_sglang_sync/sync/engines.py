@@ -84,7 +84,7 @@ class ColocatedEngine:
         self.sockets.folder.record(handle)
 
     def abandon(self) -> None:
-        """Drop nothing, as no state is kept between syncs."""
+        """Drop nothing: there is no process group."""
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""One sync: requests open sessions with all engine ranks, buckets go straight to them.
+"""One sync: requests open sessions with all engine ranks, and the weights go straight to them.
 
 A trainer rank has sessions with the engine ranks that it gives weights to: one, many, or none. A
 sync is a few sessions with each, one after the other:
@@ -334,7 +334,7 @@ class WeightSync:
                 if is_exported:
                     ranks.check()  # the export's collectives need every rank
                 try:
-                    with ranks.section():  # all ranks go on to send, or none does
+                    with ranks.section():  # a failure in it ends the sync on all ranks
                         source.start()
                         with report.stage("open"):
                             can_prove = is_repeatable(weights)

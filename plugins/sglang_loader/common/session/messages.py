@@ -170,7 +170,8 @@ class SharedBuffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     Attributes:
         slot: its number in this session.
         name: name of one block of memory for as long as the block is allocated.
-        handle: None if the engine still has the buffer mapped. Each handle is sent once.
+        handle: with a handle the engine maps the buffer, else it still has it mapped. Each handle
+            is sent once.
         keep: keep the buffer mapped after the session.
     """
 

@@ -1,7 +1,7 @@
 """The wire of each pair of a trainer rank and an engine rank: mapped memory, or sent rounds. Pure.
 
 An engine rank maps the memory of trainer ranks on its own host. The other trainer ranks send it the
-bytes that it reads.
+bytes that it reads. All send if nothing can or may be mapped.
 """
 
 from __future__ import annotations
