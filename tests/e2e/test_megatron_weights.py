@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron.core.enums import ModelType
 from safetensors.torch import load_file
 
 from support.megatron_exports import build, export_of, make_checkpoint
@@ -161,6 +162,8 @@ class Case:
 @pytest.fixture(scope="module")
 def case(request, running):
     case = Case(running, request.param)
+    if case.layout.mbridge and not hasattr(ModelType, "encoder_and_decoder"):
+        pytest.skip("mbridge 0.15.1 needs an older megatron-core, beside Megatron-Bridge 0.3.1")
     running.ranks.run(build, running.model, case.layout)
     return case
 
