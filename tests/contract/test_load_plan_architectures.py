@@ -21,7 +21,6 @@ from sglang_loader.load_plan.tracer import trace_bucket
 from sglang_loader.load_plan.uses import uses_of
 from sglang_loader.session.findings import Verdict
 from support.plan_check import packed, planned, uncovered
-from support.recorded import Recorded, by_layer
 
 prepare_process()
 pytestmark = pytest.mark.usefixtures("training_ahead")
@@ -44,9 +43,6 @@ DIVERSE = (
     "glm4",  # partial rotary
     "phi3",  # fused qkv
 )
-REPEATED = {"qwen3", "qwen2-tied", "qwen3-moe", "qwen2_5-vl", "glm4", "phi3"}
-"""What has no layers of several kinds, and computes no weight of another in each call."""
-
 SOME = [case_named(name) for name in DIVERSE]
 
 _proved = {}
@@ -92,16 +88,6 @@ def test_a_complete_checkpoint_fits(built, uses_plan):
 def test_replay_is_byte_identical(built, how):
     prove(built.model, built.first, built.second, how)
     _proved.setdefault(built.name, set()).add(how)
-
-
-def test_repeated_layers_are_planned_as_if_traced(built):
-    buckets = by_layer(built.first)
-    found, expected = (Recorded(built.model, buckets, repeats=each) for each in (True, False))
-    assert found.reason == expected.reason
-    assert found.plan == expected.plan
-    assert found.uses == expected.uses
-    if built.name in REPEATED:
-        assert len(found.traced) < len(buckets), "the second layer is like the first"
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,11 @@
 """Recording of a model's load plan while `load_weights` loads a sync, bucket by bucket.
 
-New buckets are traced even if no plan is wanted or possible. The uses of their tensors show whether
-the tensors fit the model. Buckets whose layers repeat a traced layer are not traced.
+New buckets are traced even if no plan is wanted or possible, unless a saved plan is tried. The uses
+of their tensors show whether the tensors fit the model.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -20,13 +19,10 @@ from sglang_loader.common.layout import BucketLayout
 from sglang_loader.load_plan.compiler import compile_bucket, join_buckets
 from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, LoadWeights, PlanRefused
-from sglang_loader.load_plan.repeated_layers import RepeatedLayers
 from sglang_loader.load_plan.trace import TracedBucket
 from sglang_loader.load_plan.tracer import trace_bucket
 from sglang_loader.load_plan.uses import BucketUses, uses_of
 from sglang_loader.load_plan.verify import Digests, check_bucket
-
-logger = logging.getLogger(__name__)
 
 
 class PlanRecorder:
@@ -49,7 +45,6 @@ class PlanRecorder:
         self._digests: Digests = {}  # of the model, which may have changed since the last sync
         self._destinations: Destinations | None = None  # after the last traced bucket
         self._buckets: list[BucketPlan] = []
-        self._layers = RepeatedLayers(self._model)
 
     def trace(
         self, layout: BucketLayout, buffer: torch.Tensor
@@ -82,8 +77,6 @@ class PlanRecorder:
         Returns:
             The uses of its tensors, and the reason why it has no plan, or None.
         """
-        if (uses_of_layers := self._record_layers(layout, buffer)) is not None:
-            return uses_of_layers, None
         traced, uses = self.trace(layout, buffer)
         if traced is None:
             return uses, str(uses.problem)
@@ -94,35 +87,8 @@ class PlanRecorder:
         reason = self.plan_difference(bucket, traced.destinations, buffer)
         if reason is not None:
             return BucketUses(layout, problem=reason), f"bucket {len(self._buckets)}: {reason}"
-        self._layers.learn(traced)
         self._buckets.append(bucket)
         return uses, None
-
-    def _record_layers(self, layout: BucketLayout, buffer: torch.Tensor) -> BucketUses | None:
-        """Load the next bucket without tracing, if all its tensors are of layers like traced ones.
-
-        Returns:
-            The uses of its tensors, or None if the bucket must be traced.
-        """
-        if self._destinations is None:
-            return None
-        traced = self._layers.trace(layout, self._destinations)
-        if traced is None:
-            return None
-        contents = contents_of(self._model, layout, buffer)
-        try:
-            bucket = compile_bucket(traced)
-            reason = self.plan_difference(bucket, traced.destinations, buffer)
-        except PlanRefused as refused:
-            reason = str(refused)
-        if reason is not None:
-            logger.info(
-                "bucket %d is traced, not taken for known layers: %s", len(self._buckets), reason
-            )
-            self._layers.give_up()
-            return None
-        self._buckets.append(bucket)
-        return replace(uses_of(traced), contents=contents)
 
     def finish(self) -> LoadPlan:
         """Return the plan of the sync, all of whose buckets must have been recorded.
