@@ -75,7 +75,7 @@ surface: setup ## the tests of what we use of verl and SGLang; with VERL=FOLDER 
 test: lint ## lint, and the tests, in two lanes (the GPU ones skip with a reason where there is no GPU)
 	$(RUN) -m pytest -q -m "not slow" --two-lanes $(PYTEST_ARGS)
 
-test-slow: setup ## the rest: more models, Megatron, broadcasts, faults, two hosts (30 minutes)
+test-slow: setup ## the rest: more models, Megatron, broadcasts, faults, two hosts, in two lanes (20 minutes)
 	$(RUN) -m pytest -q -m slow --two-lanes $(PYTEST_ARGS)
 
 FAULTS ?= 2000
