@@ -1,4 +1,4 @@
-"""What a trainer rank keeps of its engine ranks from sync to sync."""
+"""The engine ranks of a trainer rank, as it keeps them from sync to sync."""
 
 from __future__ import annotations
 
