@@ -277,7 +277,7 @@ def test_an_engine_joins_or_leaves_our_group(work, monkeypatch, error):
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     work.completed, work.error = True, error
     runner = Runner()
-    meeting = update_group.MeetingPoint("127.0.0.1", 3, 1, limit_s=60)
+    meeting = update_group.MeetingPoint("127.0.0.1", 3, 1, limit_s=60, transfer_s=60)
     success, message = join(runner, meeting.port)
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
     if error is None:
@@ -353,7 +353,7 @@ def test_the_last_reference_ends_with_its_group(left, joined):
 
 
 def test_leaving_ends_though_a_peer_is_dead(monkeypatch, caplog):
-    monkeypatch.setattr(update_group, "LEAVE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(update_group, "_leave_limit_s", lambda _: 0.05)
     never = threading.Event()
     update_group.abort(SimpleNamespace(abort=never.wait))
     never.set()

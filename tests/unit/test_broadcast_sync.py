@@ -7,6 +7,7 @@ import weakref
 from concurrent.futures import Future
 from concurrent.futures.thread import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup, ProcessGroupGloo
 from torch.distributed.distributed_c10d import _world
 
-from sglang_loader.common.broadcast.broadcast import Broadcast
+from sglang_loader.common.broadcast import update_group
+from sglang_loader.common.broadcast.broadcast import Broadcast, BroadcastError
+from sglang_loader.common.broadcast.update_group import GroupPlace, MeetingPoint, join
 from sglang_loader.session.group_receiver import GroupReceiver
 from support.settings import settings_of
 from unit.serving_engine import ServingEngine, synced
@@ -81,22 +84,21 @@ class Groups:
 def gloo_ranks(world_size):
     """All ranks of one gloo group, in this process."""
     store = dist.HashStore()
-
-    def join(rank):
-        group = ProcessGroup(store, rank, world_size)
-        gloo = ProcessGroupGloo(store, rank, world_size, timedelta(seconds=20))
-        group._set_default_backend(ProcessGroup.BackendType.GLOO)
-        group._register_backend(CPU, ProcessGroup.BackendType.GLOO, gloo)
-        return group
-
     with ThreadPoolExecutor(world_size) as pool:
-        made = list(pool.map(join, range(world_size)))
-    for rank, group in enumerate(made):  # as torch does with one for each process
-        group._set_group_name(f"{id(store)}/{rank}")
-        _world.pg_map[group] = ("gloo", store)
-        _world.pg_names[group] = group.group_name
-        _world.pg_group_ranks[group] = {i: i for i in range(world_size)}
-    return made
+        return list(pool.map(partial(gloo_rank, store, world_size), range(world_size)))
+
+
+def gloo_rank(store, world_size, rank, timeout=timedelta(seconds=20), **_):
+    """One rank, which joins as torch's would if each had a process."""
+    group = ProcessGroup(store, rank, world_size)
+    gloo = ProcessGroupGloo(store, rank, world_size, timeout)
+    group._set_default_backend(ProcessGroup.BackendType.GLOO)
+    group._register_backend(CPU, ProcessGroup.BackendType.GLOO, gloo)
+    group._set_group_name(f"{id(store)}/{rank}")
+    _world.pg_map[group] = ("gloo", store)
+    _world.pg_names[group] = group.group_name
+    _world.pg_group_ranks[group] = {i: i for i in range(world_size)}
+    return group
 
 
 def forget(group):
@@ -251,3 +253,18 @@ def test_a_bad_reply_ends_the_group_at_once(groups, monkeypatch):
         assert group() is None
     finally:
         gc.enable()
+
+
+def test_a_transfer_that_nobody_sends_ends(monkeypatch):
+    """gloo may miss that a peer has failed, and would then keep whoever leaves the group."""
+    monkeypatch.setattr("sglang.srt.utils.init_custom_process_group", gloo_rank)
+    monkeypatch.setattr(update_group, "TRANSFER_MARGIN_S", 0.1)
+    meeting = MeetingPoint("127.0.0.1", 2, 1, limit_s=1.0, transfer_s=0.5)
+    place = GroupPlace("weight_sync_a", "127.0.0.1", meeting.port, 2)
+    with ThreadPoolExecutor(2) as pool:
+        groups = list(pool.map(lambda rank: join(place, rank, CPU), range(2)))
+    transfer = Broadcast(torch.empty(1, dtype=torch.uint8), groups[1])
+    with pytest.raises(BroadcastError, match="Timed out waiting 1100ms"):
+        transfer.wait(60, "what nobody sends")
+    for group in groups:
+        forget(group)

@@ -35,13 +35,18 @@ CPU = torch.device("cpu")
 NO_ROOM = RequestFailed("no room", endpoint="http://1/init", status=400)
 
 
+def meeting_of(address, num_ranks, limit_s=LIMIT_S):
+    """Where one trainer rank and engine ranks meet."""
+    return MeetingPoint(address, num_ranks, 1, limit_s=limit_s, transfer_s=LIMIT_S)
+
+
 def connected(port):
     """A rank's connection to a meeting point of three."""
     return TCPStore("127.0.0.1", port, 3, wait_for_workers=False, timeout=LIMIT)
 
 
 def test_its_own_connection_keeps_nothing_open():
-    meeting = MeetingPoint("127.0.0.1", 3, 1, limit_s=LIMIT_S)
+    meeting = meeting_of("127.0.0.1", 3)
     store = connected(meeting.port)
     store.set("key", "value")
     meeting.close()
@@ -55,7 +60,7 @@ def test_its_own_connection_keeps_nothing_open():
 )
 def test_ranks_meet_in_the_store_before_any_collective(num_coming, ends, how):
     """NCCL's wait for a rank that does not come has no end; this one has."""
-    meeting = MeetingPoint("127.0.0.1", 2, 1, limit_s=LIMIT_S)
+    meeting = meeting_of("127.0.0.1", 2)
     ended = []
 
     def rank():
@@ -80,7 +85,7 @@ def test_ranks_meet_in_the_store_before_any_collective(num_coming, ends, how):
 @pytest.mark.parametrize("rank", (0, 1))
 def test_an_unconnected_rank_costs_at_most_the_limit(rank):
     """An engine would serve nothing meanwhile: for a connection gloo waits 2.5 hours by default."""
-    meeting = MeetingPoint("127.0.0.1", 2, 1, limit_s=1.0)
+    meeting = meeting_of("127.0.0.1", 2, limit_s=1.0)
     place = GroupPlace("weight_sync_a", "127.0.0.1", meeting.port, 2)
     store = connected(meeting.port)
     store.add("here", 1)
@@ -105,7 +110,7 @@ def served_where_dns_is_silent(address, resolv_conf):
     dns.bind(("127.0.0.1", 53))
     resolv_conf.write_text("nameserver 127.0.0.1\n")
     subprocess.run(["mount", "--bind", resolv_conf, "/etc/resolv.conf"], check=True)
-    return dns, MeetingPoint(address, 2, 1, limit_s=LIMIT_S)
+    return dns, meeting_of(address, 2)
 
 
 @pytest.mark.slow
@@ -157,7 +162,8 @@ class Engine:
 
 def form(*engines, timeout_s=LIMIT_S):
     """Have a trainer of one rank form a group with these engines, which fails: the groups."""
-    groups = UpdateGroups(address="127.0.0.1", device=CPU, timeout_s=timeout_s)
+    where = {"address": "127.0.0.1", "device": CPU}
+    groups = UpdateGroups(**where, timeout_s=timeout_s, transfer_s=LIMIT_S)
     replicas = [
         Replica(identity=f"{i}", base_url=f"http://{i}", client=engine, num_ranks=1)
         for i, engine in enumerate(engines)
@@ -204,6 +210,7 @@ def test_every_rank_names_an_overdue_groups_limit(monkeypatch):
     place = GroupPlace("weight_sync_a", "127.0.0.1", 1, 2)
     trainers = SimpleNamespace(gather=lambda _: [place, None])
     monkeypatch.setattr(update_groups, "in_thread", lambda *_: Future())
-    settings = {"address": "", "device": CPU, "timeout_s": 0.05, "trainers": trainers}
+    limits = {"timeout_s": 0.05, "transfer_s": LIMIT_S}
+    settings = {"address": "", "device": CPU, "trainers": trainers, **limits}
     with pytest.raises(UpdateGroupError, match=r"not all ranks came within 0.05 s, of timeouts_s"):
         UpdateGroups(**settings).with_replicas(None)

@@ -93,6 +93,7 @@ class UpdateGroups:
         address: this host's, as the replicas reach it. Only the first rank's is used.
         device: device of the sent buffers. On a GPU the group uses NCCL, else gloo.
         timeout_s: limit of the wait for all ranks, in seconds.
+        transfer_s: longest time of a transfer in a group, in seconds.
         trainers: all trainer ranks, which make the same calls. None: only the first one takes part.
 
     Attributes:
@@ -107,12 +108,13 @@ class UpdateGroups:
         address: str,
         device: torch.device,
         timeout_s: float,
+        transfer_s: float,
         trainers: Ranks | None = None,
     ) -> None:
         self.address = address
         self.current: UpdateGroup | None = None
         self._device = device
-        self._timeout_s = timeout_s
+        self._timeout_s, self._transfer_s = timeout_s, transfer_s
         self._trainers = Ranks() if trainers is None else trainers
         self._rank, self._num_trainers = 0, 1
         if trainers is not None:
@@ -178,7 +180,13 @@ class UpdateGroups:
         self.abandoned = []
         name = f"{GROUP_PREFIX}{secrets.token_hex(4)}"
         size = self._num_trainers + sum(replica.num_ranks for replica in replicas)
-        meeting = MeetingPoint(self.address, size, self._num_trainers, limit_s=self._timeout_s)
+        meeting = MeetingPoint(
+            self.address,
+            size,
+            self._num_trainers,
+            limit_s=self._timeout_s,
+            transfer_s=self._transfer_s,
+        )
         return GroupPlace(name, self.address, meeting.port, size), meeting
 
     def _join(self, place: GroupPlace, _: object) -> Any:

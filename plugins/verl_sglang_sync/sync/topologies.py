@@ -52,7 +52,13 @@ def disaggregated_sync(
     """
     settings = settings.for_session()
     limit_s = settings.timeouts_s.get("group", settings.request_timeout_s)
-    make_groups = partial(UpdateGroups, address=address or "", device=device, timeout_s=limit_s)
+    make_groups = partial(
+        UpdateGroups,
+        address=address or "",
+        device=device,
+        timeout_s=limit_s,
+        transfer_s=settings.request_timeout_s,
+    )
     groups: UpdateGroups | None = None
     ring: StagingRing | None = None
     if address is not None:

@@ -47,7 +47,14 @@ ANSWER_TIMEOUT_S = 30.0
 hosts that it connects. The store looks them up one after another, and waits 5 to 10 s for each name
 that DNS does not answer.
 """
-LEAVE_TIMEOUT_S = 10.0
+LEAVE_TIMEOUT_S = {"nccl": 10.0, "gloo": 1.0}
+"""Longest wait, by backend. gloo may wait for a transfer that failed peers have never ended, and
+nobody needs the memory that its group has.
+"""
+TRANSFER_MARGIN_S = 7.0
+"""The time for which gloo waits for a peer after the limit of a transfer, at which others give the
+transfer up.
+"""
 CONNECT_TRIES = 5
 """gloo waits for a connection this many times its time limit, and for an address once its limit."""
 LIMITED_BY = "timeouts_s.group, else request_timeout_s"
@@ -60,6 +67,7 @@ _SECRET = "secret"
 _LEFT = "left"
 _NUM_TRAINERS = "num_trainers"
 _LIMIT_S = "limit_s"
+_TRANSFER_S = "transfer_s"
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
@@ -82,14 +90,24 @@ class MeetingPoint:
         limit_s: seconds for which a rank waits in the store for all ranks, and again for their
             connections. If a rank has come and does not send its address, the wait takes a fifth of
             this.
+        transfer_s: longest time of a transfer in the group, in seconds.
     """
 
-    def __init__(self, address: str, world_size: int, num_trainers: int, *, limit_s: float) -> None:
+    def __init__(
+        self,
+        address: str,
+        world_size: int,
+        num_trainers: int,
+        *,
+        limit_s: float,
+        transfer_s: float,
+    ) -> None:
         self._server: TCPStore | None = TCPStore(
             address, 0, world_size, is_master=True, wait_for_workers=False
         )
         self._server.set(_NUM_TRAINERS, str(num_trainers))
         self._server.set(_LIMIT_S, str(limit_s))
+        self._server.set(_TRANSFER_S, str(transfer_s))
         self.port = self._server.port
 
     def call_off(self) -> None:
@@ -130,6 +148,7 @@ def join(place: GroupPlace, rank: int, device: torch.device) -> Any:
         place.address, place.port, place.world_size, wait_for_workers=False, timeout=answer_s
     )
     num_trainers, limit_s = int(store.get(_NUM_TRAINERS)), float(store.get(_LIMIT_S))
+    transfer_s = float(store.get(_TRANSFER_S))
     limit, group = timedelta(seconds=limit_s), None
     store.set_timeout(limit)
     try:
@@ -143,7 +162,9 @@ def join(place: GroupPlace, rank: int, device: torch.device) -> Any:
                 group_name=place.name,
                 timeout=limit / CONNECT_TRIES,
             )
-        group.set_timeout(default_pg_timeout)  # each wait for a broadcast has its own limit
+        # Each wait for a transfer has its own limit, which comes first.
+        of_gloo = timedelta(seconds=max(limit_s, transfer_s) + TRANSFER_MARGIN_S)
+        group.set_timeout(of_gloo if device.type == "cpu" else default_pg_timeout)
         _connect(group, num_trainers, device, limit_s)
     except Exception as error:
         # A group that is only partly connected is of no use.
@@ -235,7 +256,7 @@ def was_left(group: Any) -> bool:
 
 
 def leave(group: Any, *, broken: bool) -> None:
-    """Leave the group. Return after `LEAVE_TIMEOUT_S` at the latest.
+    """Leave the group. Return after the backend's `LEAVE_TIMEOUT_S` at the latest.
 
     All ranks should leave at the same time.
 
@@ -245,6 +266,7 @@ def leave(group: Any, *, broken: bool) -> None:
     """
     # In a thread, because NCCL may wait for the other ranks on this host, and one may be dead.
     # The thread has the last reference: when it is dropped, gloo waits for outstanding collectives.
+    limit_s = _leave_limit_s(group)
     held = [group]
     del group
 
@@ -254,12 +276,13 @@ def leave(group: Any, *, broken: bool) -> None:
             _end_collectives(group)
         dist.destroy_process_group(group)
 
-    _run_with_limit(step, "leave the update group")
+    _run_with_limit(step, "leave the update group", limit_s)
 
 
 def abort(group: Any) -> None:
     """Abort all transfers of the group in this process. The group cannot be used any more."""
-    _run_with_limit(partial(_end_collectives, group), "abort the update group")
+    limit_s = _leave_limit_s(group)
+    _run_with_limit(partial(_end_collectives, group), "abort the update group", limit_s)
 
 
 def _end_collectives(group: Any) -> None:
@@ -276,7 +299,11 @@ def _end_collectives(group: Any) -> None:
             group.recv([nothing], peer, 0).wait(timedelta(milliseconds=1))
 
 
-def _run_with_limit(step: Callable[[], None], name: str) -> None:
+def _leave_limit_s(group: Any) -> float:
+    return LEAVE_TIMEOUT_S[dist.get_backend(group)]
+
+
+def _run_with_limit(step: Callable[[], None], name: str, limit_s: float) -> None:
     # Each thread has its own current GPU.
     gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
@@ -286,7 +313,7 @@ def _run_with_limit(step: Callable[[], None], name: str) -> None:
         step()
 
     ended = in_thread(run, "weight-sync-leave")
-    if not wait([ended], LEAVE_TIMEOUT_S).done:
-        logger.warning("it takes more than %g s to %s, going on", LEAVE_TIMEOUT_S, name)
+    if not wait([ended], limit_s).done:
+        logger.warning("it takes more than %g s to %s, going on", limit_s, name)
     elif (error := ended.exception()) is not None:
         logger.error("failed to %s", name, exc_info=error)
