@@ -82,6 +82,21 @@ class _LoadMode(Enum):
     EAGER = "eager"
 
 
+class _Trust(Enum):
+    """The syncs that a model's load plan may load.
+
+    CHECKED --> SAVED: the plan of an earlier process was found, in place of a trace
+    CHECKED, SAVED --> DOUBTED: the proof of a route has failed
+    SAVED, DOUBTED --> CHECKED: a proof of a route was good, or the saved plan was dropped
+    CHECKED, SAVED, DOUBTED --> DISTRUSTED: a proof found wrong bytes that the engine has served
+    """
+
+    CHECKED = "all syncs"
+    SAVED = "the proof of a route, by a saved plan"
+    DOUBTED = "the proof of a route"
+    DISTRUSTED = "none"
+
+
 @dataclass
 class _CheckedPlan:
     """A load plan that was checked, with its executor and its probe."""
@@ -97,13 +112,13 @@ class ModelLoader:
     Attributes:
         model: the model.
         uses: the uses of the tensors of each bucket of this sync, in order.
-        has_unproven_plan: the load plan is a saved one, and no proof has shown that it holds.
     """
 
     def __init__(self, model: Any) -> None:
         self.uses: list[BucketUses] = []
         self.model = model
-        self.has_unproven_plan = False
+        self._trust = _Trust.CHECKED
+        self._trust_reason: str | None = None  # if the plan is doubted or distrusted
         self._store: PlanStore | None = None
         self._saved: SavedPlan | None = None  # the plan to which this sync is compared
         self._may_use_saved = True  # until one was tried
@@ -122,8 +137,6 @@ class ModelLoader:
         self._num_replayed = 0
         self._uses_of_bucket: dict[int, BucketUses] = {}  # by index; complete if there is a plan
         self._addresses_checked = False
-        self._distrust: str | None = None  # the reason for which no plan is used any more
-        self._doubt: str | None = None  # the reason for which a plan loads nothing but proofs
 
     def start(
         self,
@@ -145,8 +158,9 @@ class ModelLoader:
             store: where load plans are kept for later processes, in this context. None keeps none.
         """
         changed = context_change(self._context, context)
-        uses_plan = uses_plan and self._distrust is None
-        self._context, self._reason = context, self._distrust
+        self._context, self._reason = context, None
+        if self._trust is _Trust.DISTRUSTED:
+            uses_plan, self._reason = False, self._trust_reason
         self._num_replayed, self.uses, self._failed_replay = 0, [], None
         self._table_run = None
         self._saved = None
@@ -166,9 +180,9 @@ class ModelLoader:
         elif self._checked is None:
             self._load_mode = _LoadMode.RECORD
         else:
-            is_doubted = self._doubt is not None and not proves_route
+            is_doubted = self._trust is _Trust.DOUBTED and not proves_route
             self._load_mode = _LoadMode.EAGER if is_eager or is_doubted else _LoadMode.REPLAY
-            self._reason = self._doubt if is_doubted else None
+            self._reason = self._trust_reason if is_doubted else None
 
     def check_addresses(self) -> None:
         """Drop the load plan if a tensor of the model is not where the plan writes it.
@@ -197,13 +211,19 @@ class ModelLoader:
         """The plan by which later syncs will be loaded, or None."""
         return self._checked.plan if self._checked is not None else None
 
+    @property
+    def has_unproven_plan(self) -> bool:
+        """True if the load plan is a saved one, and no proof has shown that it holds."""
+        return self._trust is _Trust.SAVED
+
     def doubt_plan(self, reason: str) -> None:
         """Load later syncs by `load_weights`, until the proof of another route is good.
 
         Call this after the proof of a route has failed. The route may be at fault, or the plan.
         """
-        self._doubt = reason
-        if self.has_unproven_plan:
+        was_unproven = self.has_unproven_plan
+        self._set_trust(_Trust.DOUBTED, reason)
+        if was_unproven:
             self._uses_of_bucket = {}
             if self._store is not None:
                 self._store.discard()
@@ -212,12 +232,13 @@ class ModelLoader:
 
     def trust_plan(self) -> None:
         """End a doubt, after the good proof of a route. Save the plan, unless it is a saved one."""
-        self._doubt = None
+        was_unproven = self.has_unproven_plan
+        self._set_trust(_Trust.CHECKED)
         plan, backup = self.plan, backup_of(self.model)
         if plan is None:
             return
-        if self.has_unproven_plan:
-            self.has_unproven_plan, self._stored = False, plan
+        if was_unproven:
+            self._stored = plan
             if backup is not None:
                 backup.publish(plan)
         elif self._store is not None and self._stored is not plan:
@@ -226,7 +247,7 @@ class ModelLoader:
 
     def distrust_plan(self, reason: str) -> None:
         """Load all later syncs by `load_weights`. Call this after a sync by `load_weights`."""
-        self._distrust = reason
+        self._set_trust(_Trust.DISTRUSTED, reason)
         if self._store is not None:
             self._store.discard()
         plan, backup = self.plan, backup_of(self.model)
@@ -391,7 +412,7 @@ class ModelLoader:
     @property
     def _wants_saved(self) -> bool:
         """True if this sync may use a saved plan in place of a trace."""
-        is_first = self._load_mode is _LoadMode.RECORD and self._doubt is None
+        is_first = self._load_mode is _LoadMode.RECORD and self._trust is _Trust.CHECKED
         return is_first and self._may_use_saved
 
     def _find_saved(self, first: BucketLayout) -> SavedPlan | None:
@@ -417,7 +438,7 @@ class ModelLoader:
             if self._store is not None:
                 self._store.discard()  # a restart would try it again
             return
-        self.has_unproven_plan = True
+        self._set_trust(_Trust.SAVED)
         self._reason = self._reason or PROVING_SAVED_PLAN
 
     def _take_plan(self, plan: LoadPlan) -> None:
@@ -539,11 +560,17 @@ class ModelLoader:
     def _drop_plan(self, reason: str) -> None:
         """Drop the load plan. Load the rest of the sync eagerly, or record a new plan."""
         self._note_reason(reason)
-        self._checked, self.has_unproven_plan = None, False
+        self._checked = None
+        if self.has_unproven_plan:
+            self._set_trust(_Trust.CHECKED)
         # A plan needs the whole sync, so only a sync that has loaded nothing yet can record one.
         self._load_mode = _LoadMode.EAGER if self.uses else _LoadMode.RECORD
         if (backup := backup_of(self.model)) is not None:
             backup.withdraw(reason)
+
+    def _set_trust(self, trust: _Trust, reason: str | None = None) -> None:
+        if self._trust is not _Trust.DISTRUSTED:
+            self._trust, self._trust_reason = trust, reason
 
     def _note_reason(self, reason: str) -> None:
         self._reason = self._reason or reason
