@@ -50,6 +50,7 @@ FROM_ENGINE = [
         num_eager=2,
         reason=None,
         has_plan=True,
+        saved_plan_misfits=False,
         differing=["w"],
         num_alike=2,
         host="this one",

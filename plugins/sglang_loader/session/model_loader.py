@@ -37,12 +37,7 @@ import torch
 from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.naming import listed
-from sglang_loader.common.session.messages import (
-    MAKING_PLAN,
-    PROVING_SAVED_PLAN,
-    SAVED_PLAN_MISFITS,
-    SessionError,
-)
+from sglang_loader.common.session.messages import MAKING_PLAN, PROVING_SAVED_PLAN, SessionError
 from sglang_loader.common.weight_map import ShardMemory
 from sglang_loader.host_backup.backup import backup_of
 from sglang_loader.load_plan.destinations import collect_destinations
@@ -74,6 +69,7 @@ class SyncOutcome:
     num_eager: int
     reason: str | None
     has_plan: bool
+    saved_plan_misfits: bool
 
 
 class _LoadMode(Enum):
@@ -407,6 +403,7 @@ class ModelLoader:
             num_eager=len(self.uses) - self._num_replayed,
             reason=self._reason,
             has_plan=plan is not None,
+            saved_plan_misfits=plan is None and self._saved is not None,
         )
 
     @property
@@ -431,7 +428,8 @@ class ModelLoader:
             self._take_plan(saved.on(collect_destinations(self.model)))
         except Exception as error:  # the weights are right, and the next sync is traced
             # The manifest check must not judge by uses that may be of another model.
-            self._checked, reason = None, f"{SAVED_PLAN_MISFITS}: {error}"
+            self._checked = None
+            reason = f"the saved load plan does not fit, and the next sync is traced: {error}"
             self.uses = [replace(uses, problem=reason) for uses in self.uses]
             self._uses_of_bucket = {}
             self._note_reason(reason)

@@ -67,7 +67,7 @@ from sglang_loader.common.check_remarks import ManifestCheck
 from sglang_loader.common.regions.read import Size
 from sglang_loader.common.shared_memory import BufferHandle
 
-SESSION_VERSION = 21
+SESSION_VERSION = 22
 SESSION_FORMAT = "sglang_loader.session"
 """`load_format` of the request that opens a session. The request has a descriptor for each TP rank.
 """
@@ -304,9 +304,6 @@ MAKING_PLAN = "the plan is being made"
 PROVING_SAVED_PLAN = "a saved load plan will be proven"
 """`Loaded.reason` of a first sync that was not traced. This reason is no problem."""
 
-SAVED_PLAN_MISFITS = "the saved load plan does not fit, and the next sync is traced"
-"""The beginning of `Loaded.reason` where a saved load plan was tried in vain."""
-
 
 class Loaded(_Message, frozen=True, kw_only=True):
     """The engine's message that this rank has all weights.
@@ -318,6 +315,8 @@ class Loaded(_Message, frozen=True, kw_only=True):
         num_eager: buckets loaded by the model's own `load_weights`.
         reason: the reason why not all buckets were replayed, or None.
         has_plan: a load plan holds, by which the engine can load the next sync.
+        saved_plan_misfits: there is no load plan, as a saved one was tried in vain. The next sync
+            is traced.
         differing: in a session with proof "served", the tensors that this rank held with other
             bytes than the export has.
         num_alike: in a session with a proof, the storages that hold the same bytes as another, and
@@ -332,6 +331,7 @@ class Loaded(_Message, frozen=True, kw_only=True):
     num_eager: int
     reason: str | None
     has_plan: bool
+    saved_plan_misfits: bool
     differing: list[str]
     num_alike: int
     host: str

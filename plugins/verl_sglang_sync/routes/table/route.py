@@ -38,7 +38,7 @@ from sglang_loader.common.rounds import (
     encode_parts,
     parts_of,
 )
-from sglang_loader.common.session.messages import SAVED_PLAN_MISFITS, SessionError
+from sglang_loader.common.session.messages import SessionError
 from sglang_loader.common.shared_memory import BufferHandle, drop_references, host_id
 from verl_sglang_sync.engine.engine_ranks import EngineRank, waiting
 from verl_sglang_sync.engine.session import BlockNotMapped, EngineCannotMap, TrainerSession
@@ -158,16 +158,16 @@ class TableRoute(Route):
         self._sender, self._listed_rounds, self.sends = None, [], False
         known, hosts = self._known_ranks(), [outcome.host for outcome in export.loaded]
         assert len(known) == len(hosts), "one outcome for each engine rank of this rank"
-        unplanned = [outcome.reason or "" for outcome in export.loaded if not outcome.has_plan]
+        unplanned = [each.saved_plan_misfits for each in export.loaded if not each.has_plan]
         gathered = self._ranks.gather((host_id(), hosts, unplanned))
         trainer_hosts, reader_hosts, all_unplanned = zip(*gathered, strict=True)
         first = sum(map(len, reader_hosts[: own_rank()]))
         self._own_readers = range(first, first + len(hosts))
         self._prepared_for = known
-        if reasons := list(chain(*all_unplanned)):
+        if misfits := list(chain(*all_unplanned)):
             # Engines whose saved plan does not fit trace the next sync.
-            lasts = not all(reason.startswith(SAVED_PLAN_MISFITS) for reason in reasons)
-            self._note_obstacle(f"{len(reasons)} engine ranks have no load plan", lasts=lasts)
+            text = f"{len(misfits)} engine ranks have no load plan"
+            self._note_obstacle(text, lasts=not all(misfits))
             return
         self._wires = Wires(
             tuple(trainer_hosts),
