@@ -23,7 +23,7 @@ NUM_STEPS = 3
 COLOCATED, STANDALONE = "colocated", "standalone"
 
 
-def run_of(preset, *overrides):
+def run_of(preset, *overrides, variables=()):
     """A training run whose parts of responses are recorded, with a model of every version."""
     return Run(
         preset,
@@ -42,6 +42,7 @@ def run_of(preset, *overrides):
             "VERL_USE_EXTERNAL_MODULES=support.parts",
             "SGLANG_EXTERNAL_MODEL_PACKAGE=support.slow",
             "PARTS={folder}/parts.jsonl",
+            *variables,
         ),
     )
 
@@ -59,7 +60,8 @@ BACKEND = "actor_rollout_ref.rollout.checkpoint_engine"
 COLOCATE_ASYNC = run_of(
     "compiled",
     "trainer.v1.trainer_mode=colocate_async",
-    "data.max_response_length=64",  # as a rule a sync comes between two tokens
+    "data.max_response_length=64",
+    variables=("STAGGER_S=1",),  # a step begins when some responses are halfway
 )
 HYBRID = run_of(
     "disaggregated",
@@ -143,8 +145,11 @@ def trained_with(run, name):
 @trained_with(COLOCATE_ASYNC, "colocate_async")
 def test_colocated_rollouts_use_each_syncs_weights(trained):
     versions = check_arrival(trained)
-    # Rollouts may begin and end between two syncs, so that a version has no sample.
-    assert versions[COLOCATED] - {0} and not versions[STANDALONE]
+    assert len(versions[COLOCATED] - {0}) > 1 and not versions[STANDALONE]
+    spans = [
+        row["data"]["training/off_policy/trajectory_spans/max"] for row in read_metrics(trained)
+    ]
+    assert max(spans) > 1, "no sync came between two tokens"
     reports = reports_of(trained)
     assert [report["weight_version"] for report in reports] == ["0", "1", "2", "3"]
     check_replayed(reports[1:])
