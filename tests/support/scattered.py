@@ -11,7 +11,7 @@ from sglang_loader.common.quantization import Quantization
 from sglang_loader.common.regions.compose import ByteMap
 from sglang_loader.common.rounds import SentRound
 from sglang_loader.common.weight_map import ShardMemory, decode_bases, decode_weight_map
-from verl_sglang_sync.routes.table.weight_map import (
+from verl_sglang_sync.routes.table.weight_map_builder import (
     NO_BYTES,
     MemoryTable,
     bases_for,

@@ -13,19 +13,19 @@ from sglang_loader.load_plan import executor
 from sglang_loader.load_plan.copy_table import CopyTable
 from unit.route_ranks import Rank
 from verl_sglang_sync.engine.session import TrainerSession
-from verl_sglang_sync.routes.table import located, weight_map
+from verl_sglang_sync.routes.table import located, weight_map_builder
 from verl_sglang_sync.routes.table.sending import Sender, SendPlan
 from verl_sglang_sync.sources.export_trace import TracedExport
 
 
 def pieces_changed(change):
     """Pull: what the weight map says of the buckets' pieces is changed."""
-    pieces_of = weight_map.pieces_of
+    pieces_of = weight_map_builder.pieces_of
 
     def planted(*args):
         return change(pieces_of(*args))
 
-    return mock.patch.object(weight_map, "pieces_of", planted)
+    return mock.patch.object(weight_map_builder, "pieces_of", planted)
 
 
 def place(piece, other):

@@ -23,7 +23,12 @@ from sglang_loader.session.mapped_memory import MappedMemory
 from unit import route_ranks
 from unit.route_ranks import TP, Rank
 from verl_sglang_sync.engine.session import EngineCannotMap, EngineFailed, TrainerSession
-from verl_sglang_sync.routes.table.weight_map import NO_BYTES, MemoryTable, bases_for, weight_map_of
+from verl_sglang_sync.routes.table.weight_map_builder import (
+    NO_BYTES,
+    MemoryTable,
+    bases_for,
+    weight_map_of,
+)
 from verl_sglang_sync.routes.table.wires import Wires
 from verl_sglang_sync.sources import comparison
 from verl_sglang_sync.sources.bucket_cutter import Bucket
@@ -50,7 +55,9 @@ class PullRank(Rank):
         """A sync where hosts have these names, with the replica's number in them."""
         with (
             mock.patch("sglang_loader.session.serve.host_id", lambda: name_in(engines)),
-            mock.patch("verl_sglang_sync.routes.table.route.host_id", lambda: name_in(trainers)),
+            mock.patch(
+                "verl_sglang_sync.routes.table.table_route.host_id", lambda: name_in(trainers)
+            ),
         ):
             self.sync()
 
@@ -101,9 +108,9 @@ def test_pulled_weights_equal_the_export(pool, kind, strategy):
 
 PROVE = "verl_sglang_sync.sources.comparison.Comparison.finish"
 COMPARE = "verl_sglang_sync.sources.comparison.memory_of"
-DELIVER = "verl_sglang_sync.routes.table.route.TableSource.send"
-SHARE = "verl_sglang_sync.routes.table.route.share_block"
-WAIT = "verl_sglang_sync.routes.table.route.synchronize_device"
+DELIVER = "verl_sglang_sync.routes.table.table_route.TableSource.send"
+SHARE = "verl_sglang_sync.routes.table.table_route.share_block"
+WAIT = "verl_sglang_sync.routes.table.table_route.synchronize_device"
 LOAD = "unit.route_ranks.EngineModel.load_weights"
 CHANGES = {
     "parameters that come back elsewhere are located before each sync": (
@@ -255,8 +262,8 @@ def test_on_fallback_error_names_the_reasons(pool):
 
 
 LOCATE = "verl_sglang_sync.routes.table.located.bases_for"
-END = "verl_sglang_sync.routes.table.route.TableSource.end"
-CHOOSE = "verl_sglang_sync.routes.table.route.TableRoute.choose"
+END = "verl_sglang_sync.routes.table.table_route.TableSource.end"
+CHOOSE = "verl_sglang_sync.routes.table.table_route.TableRoute.choose"
 OPEN = "verl_sglang_sync.sync.engines.ColocatedEngine.open"
 ALONE = {
     "no piece is found": (LOCATE, RuntimeError("lost"), 0),

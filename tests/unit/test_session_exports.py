@@ -20,7 +20,7 @@ from verl_sglang_sync import WeightSyncError
 from verl_sglang_sync.report import warn_once
 from verl_sglang_sync.routes.route import NOT_TRACEABLE, Route, RouteContext, RouteState
 from verl_sglang_sync.routes.staging_ring import StagingRing
-from verl_sglang_sync.routes.table.route import TableRoute
+from verl_sglang_sync.routes.table.table_route import TableRoute
 from verl_sglang_sync.sources import source_map
 from verl_sglang_sync.sources.comparison import Comparison
 from verl_sglang_sync.sources.export import Reexport

@@ -290,7 +290,7 @@ def test_a_failed_rank_still_sends_awaited_parts(pool):
 
 
 def test_rounds_that_no_rank_can_send_are_refused(pool):
-    reject = "verl_sglang_sync.routes.table.route.decode_rounds"
+    reject = "verl_sglang_sync.routes.table.table_route.decode_rounds"
     fails = ("sync_failing", 1, reject, WireError("noise"))
     for seen in play(pool, fails, *["step", "sync"] * 3, kind="dense"):
         assert seen["errors"] == []

@@ -31,7 +31,7 @@ class HostRank(Rank):
         host = f"host {dist.get_rank() // TP}"
         with (
             mock.patch("sglang_loader.session.serve.host_id", lambda: host),
-            mock.patch("verl_sglang_sync.routes.table.route.host_id", lambda: host),
+            mock.patch("verl_sglang_sync.routes.table.table_route.host_id", lambda: host),
         ):
             self.sync()
 

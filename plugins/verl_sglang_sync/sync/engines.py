@@ -29,7 +29,7 @@ from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.broadcast import BroadcastDelivery
 from verl_sglang_sync.routes.mapped_delivery import MappedDelivery
 from verl_sglang_sync.routes.route import Delivery
-from verl_sglang_sync.routes.table.route import TableRoute
+from verl_sglang_sync.routes.table.table_route import TableRoute
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.memory_blocks import BlockNames
 from verl_sglang_sync.trainer_ranks import TrainerRanks, own_rank, world_size

@@ -12,7 +12,7 @@ from verl_sglang_sync.engine.update_groups import UpdateGroups
 from verl_sglang_sync.routes.broadcast import NUM_TRAVELLING
 from verl_sglang_sync.routes.route import RouteContext
 from verl_sglang_sync.routes.staging_ring import StagingRing
-from verl_sglang_sync.routes.table.route import TableRoute
+from verl_sglang_sync.routes.table.table_route import TableRoute
 from verl_sglang_sync.routes.table.transports import Exchange, Send
 from verl_sglang_sync.sync.engines import ColocatedEngine, RemoteEngines
 from verl_sglang_sync.sync.weight_sync import WeightSync

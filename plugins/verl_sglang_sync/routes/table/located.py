@@ -20,7 +20,7 @@ import torch
 from sglang_loader.common.host_memory import HostHandle
 from sglang_loader.common.shared_memory import BufferHandle
 from verl_sglang_sync.engine.session import StoredBytes
-from verl_sglang_sync.routes.table.weight_map import (
+from verl_sglang_sync.routes.table.weight_map_builder import (
     NO_BYTES,
     MemoryTable,
     bases_for,

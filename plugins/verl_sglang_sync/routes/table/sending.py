@@ -27,7 +27,7 @@ from sglang_loader.common.layout import WireError
 from sglang_loader.common.ranks import Ranks
 from sglang_loader.common.rounds import RoundPart
 from verl_sglang_sync.routes.broadcast import NUM_TRAVELLING
-from verl_sglang_sync.routes.table.weight_map import first_shards
+from verl_sglang_sync.routes.table.weight_map_builder import first_shards
 from verl_sglang_sync.sources.export_trace import TracedExport
 from verl_sglang_sync.sources.host_memory import HOST_MEMORY
 from verl_sglang_sync.trainer_ranks import own_rank

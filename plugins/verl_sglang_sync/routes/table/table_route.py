@@ -61,7 +61,7 @@ from verl_sglang_sync.routes.table.located import (
 )
 from verl_sglang_sync.routes.table.sending import Sender, SendPlan, all_to_all_bytes, check_parts
 from verl_sglang_sync.routes.table.transports import RoundsInSync, Transport
-from verl_sglang_sync.routes.table.weight_map import MemoryTable
+from verl_sglang_sync.routes.table.weight_map_builder import MemoryTable
 from verl_sglang_sync.routes.table.wires import Wires
 from verl_sglang_sync.sources.export import NamedTensor, unquantized
 from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport
