@@ -10,10 +10,10 @@ rank does this:
 4. `differing` takes the digests again, and names the tensors of storages that changed.
 
 If a byte comes from a wrong place, or does not come, the digests differ. One fault stays unseen: a
-swap of tensors that hold the same bytes in this sync, such as norms that are all ones. `num_alike`
-counts such tensors. The trainer repeats the proof when they may have become different. In the
-proof "served" the weights come by the export instead, and nothing is poisoned. Digests are
-taken on the device, and read each storage once.
+swap of tensors that hold the same bytes in this sync, such as norms that are all ones. `has_alike`
+finds such tensors. The trainer repeats the proof when they may have become different. In the proof
+"served" the weights come by the export instead, and nothing is poisoned. Digests are taken on the
+device, and read each storage once.
 """
 
 from __future__ import annotations
@@ -80,15 +80,15 @@ class HeldWeights:
                     memory[start:stop].fill_(POISON)
 
     @property
-    def num_alike(self) -> int:
-        """The number of storages that a load plan writes and that held the same bytes as others."""
+    def has_alike(self) -> bool:
+        """True if storages that load plans write have held the same bytes as others."""
         seen: Counter[tuple[int, ...]] = Counter()
         for loader, before, held in zip(self.loaders, self.destinations, self.held, strict=True):
             # A route does not write the other storages, so it cannot swap them.
             written = loader.plan.coverage if loader.plan is not None else {}
             pairs = zip(before.storages, held.tolist(), strict=True)
             seen.update((s.nbytes, *digest) for s, digest in pairs if s.name in written)
-        return sum(count for count in seen.values() if count > 1)
+        return any(count > 1 for count in seen.values())
 
     def differing(self) -> list[str]:
         """Return the names of tensors whose storages hold other bytes than before, or moved."""

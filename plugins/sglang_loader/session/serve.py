@@ -143,7 +143,7 @@ class Session:
         self._held: HeldWeights | None = None  # what a proof compares with
         self._outcome: SyncOutcome | None = None  # of a session that has loaded everything
         self.differing: list[str] = []
-        self._num_alike = 0
+        self._needs_later_proof = False
         self._seconds = dict.fromkeys(("waiting", "launching", "copying"), 0.0)
         self._has_released = self._has_failed = False
         self._channel = engine_end(descriptor.endpoint, is_signed=bool(descriptor.group))
@@ -177,7 +177,7 @@ class Session:
                 messages.Loaded,
                 **asdict(self._outcome),
                 differing=self.differing,
-                num_alike=self._num_alike,
+                needs_later_proof=self._needs_later_proof,
                 host=host_id(),
                 seconds=dict(self._seconds),
             )
@@ -276,14 +276,14 @@ class Session:
             return
         with self._spending("proving"):
             self.differing = self._held.differing()
-            self._num_alike = self._held.num_alike
+            self._needs_later_proof = self._held.has_alike
             self._held = None
         proves_route = self._descriptor.proof == "route"
         is_saved = any(loader.has_unproven_plan for loader in self._loaders)
         if not self.differing:
             # What a saved plan leaves out has the right bytes until the weights change. So there is
             # another proof, with other weights.
-            self._num_alike += is_saved
+            self._needs_later_proof |= is_saved
             for loader in self._loaders if proves_route else ():
                 loader.trust_plan()
             return

@@ -81,7 +81,7 @@ class SyncPass:
         by_route: the route brought the weights, not the export.
         wants_proof: an engine's user has asked for a proof of this sync, which can be made.
         differing: tensors that engines held with other bytes than an export that proves has.
-        num_alike: storages of all engine ranks that hold the same bytes as another, in a proof.
+        needs_later_proof: a later proof would show more, see `messages.Loaded`.
     """
 
     task: SyncTask
@@ -92,7 +92,7 @@ class SyncPass:
     by_route: bool = field(default=False, init=False)
     wants_proof: bool = field(default=False, init=False)
     differing: list[str] = field(default_factory=list, init=False)
-    num_alike: int = field(default=0, init=False)
+    needs_later_proof: bool = field(default=False, init=False)
 
     @property
     def may_be_followed(self) -> bool:
@@ -257,7 +257,7 @@ class WeightSync:
         route.note_proven()
         task.report.is_proven = True
         self._proof_distance = 1  # what is known of alike tensors was known of another route
-        self._schedule_proof(sync_pass.num_alike)
+        self._schedule_proof(sync_pass.needs_later_proof)
         return True
 
     def _prove_served(self, task: SyncTask) -> None:
@@ -283,8 +283,8 @@ class WeightSync:
         task.report.is_proven = not sync_pass.differing
         is_early = self._next_proof is not None and self._num_syncs + 1 < self._next_proof
         # A proof that is asked for does not put off one that alike tensors need.
-        if not (is_early and sync_pass.num_alike):
-            self._schedule_proof(sync_pass.num_alike)
+        if not (is_early and sync_pass.needs_later_proof):
+            self._schedule_proof(sync_pass.needs_later_proof)
         if not sync_pass.differing:
             logger.info("weight sync: proven: the engines serve the trainer's weights bit for bit")
             return
@@ -295,15 +295,14 @@ class WeightSync:
         self._route.refuse(Reason(text, is_final=True))
         logger.error("weight sync: %s. The engines have the right weights now, by export.", text)
 
-    def _schedule_proof(self, num_alike: int) -> None:
+    def _schedule_proof(self, needs_later_proof: bool) -> None:
         """Schedule the next proof, after a good one.
 
         Args:
-            num_alike: storages that held the same bytes as another one. The proof cannot tell them
-                apart. If their bytes differ later, another proof can.
+            needs_later_proof: the proof could not show everything, see `messages.Loaded`.
         """
         self._next_proof = None
-        if num_alike and self._route.is_prepared:
+        if needs_later_proof and self._route.is_prepared:
             self._next_proof = self._num_syncs + 1 + self._proof_distance
             self._proof_distance *= PROOF_FACTOR
 
@@ -409,10 +408,10 @@ class WeightSync:
 
     def _note_compared(self, sync_pass: SyncPass, loaded: Sequence[Loaded]) -> None:
         """Collect what the proof found on all engine ranks."""
-        own = [(each.differing, each.num_alike) for each in loaded]
+        own = [(each.differing, each.needs_later_proof) for each in loaded]
         found = list(chain.from_iterable(self._ranks.gather(own)))
         sync_pass.differing = list(dict.fromkeys(name for names, _ in found for name in names))
-        sync_pass.num_alike = sum(num for _, num in found)
+        sync_pass.needs_later_proof = any(needs_it for _, needs_it in found)
 
     def _record_loaded(self, loaded: Sequence[Loaded], report: SyncReport) -> None:
         if loaded:

@@ -319,8 +319,9 @@ class Loaded(_Message, frozen=True, kw_only=True):
             is traced.
         differing: in a session with proof "served", the tensors that this rank held with other
             bytes than the export has.
-        num_alike: in a session with a proof, the storages that hold the same bytes as another, and
-            the load plans that an earlier process had saved. Only a later proof tells more of them.
+        needs_later_proof: in a session with a proof, True if another proof, with other weights,
+            would show more. Storages hold the same bytes as others, so that a swap of the two is
+            not seen. Or the load plan is one that an earlier process has saved.
         host: the same in processes that may be able to map each other's memory.
         seconds: the engine rank's time in the session: "waiting" for the trainer, "launching"
             (Python code and eager loads), "copying" (waiting for the device), "proving" (taking
@@ -333,7 +334,7 @@ class Loaded(_Message, frozen=True, kw_only=True):
     has_plan: bool
     saved_plan_misfits: bool
     differing: list[str]
-    num_alike: int
+    needs_later_proof: bool
     host: str
     seconds: dict[str, float]
 
