@@ -24,6 +24,7 @@ from unit.serving_engine import ServingEngine, synced
 from verl_sglang_sync import WeightSyncError
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroup
 from verl_sglang_sync.routes import broadcast as route
+from verl_sglang_sync.sync.engines import RemoteEngines
 from verl_sglang_sync.sync.topologies import disaggregated_sync
 from verl_sglang_sync.trainer_ranks import TrainerRanks
 
@@ -268,3 +269,39 @@ def test_a_transfer_that_nobody_sends_ends(monkeypatch):
         transfer.wait(60, "what nobody sends")
     for group in groups:
         forget(group)
+
+
+class FormingGroups:
+    """Stands for `UpdateGroups`, whose groups have names alone.
+
+    Attributes:
+        abandoned: as `UpdateGroups` has it.
+        left: the groups that engines left when each group was formed.
+    """
+
+    def __init__(self, prefix):
+        self._prefix, self.current = prefix, None
+        self.abandoned, self.left = [], []
+
+    def with_replicas(self, replicas):
+        if self.current is None:
+            self.left.append(self.abandoned)
+            self.abandoned = []
+            self.current = UpdateGroup(f"{self._prefix}{len(self.left)}", None, tuple(replicas))
+        return self.current
+
+    def abandon(self):
+        if self.current is not None:
+            self.abandoned.append(self.current.name)
+        self.current = None
+
+
+def test_engines_leave_all_groups_of_failed_syncs():
+    """Else a communicator that cannot be used any more would keep GPU memory of the engines."""
+    groups, senders = FormingGroups("broadcast"), FormingGroups("send")
+    engines = RemoteEngines(groups, senders, settings_of("compiled"))
+    engines._group_of(groups, [])
+    senders.with_replicas([])
+    engines.abandon()
+    engines._group_of(groups, [])
+    assert groups.left == [[], ["broadcast1", "send1"]]

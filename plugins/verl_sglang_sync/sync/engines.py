@@ -148,11 +148,12 @@ class RemoteEngines:
         return self._sending.process_group
 
     def _group_of(self, groups: UpdateGroups, replicas: Sequence[Replica]) -> UpdateGroup:
+        # After a failed sync, the engines leave both groups now, before they join others.
+        self._hand_over_abandoned(groups)
         group = groups.with_replicas(replicas)
         if group.name != self._known_group:
             self._senders.abandon()  # its engine ranks leave when the next is formed
-            groups.abandoned += self._senders.abandoned
-            self._senders.abandoned = []
+            self._hand_over_abandoned(groups)
             self._known_group = group.name
             self._known_ranks = [
                 KnownEngineRank(replica=number)
@@ -160,6 +161,11 @@ class RemoteEngines:
                 for _ in range(replica.num_ranks)
             ]
         return group
+
+    def _hand_over_abandoned(self, groups: UpdateGroups) -> None:
+        """Make all replicas leave the sending groups, also those that are sent to no more."""
+        groups.abandoned += self._senders.abandoned
+        self._senders.abandoned = []
 
     def _sending_group_of(self, group: UpdateGroup | None) -> UpdateGroup:
         """Return the group of all trainer ranks and the replicas that they send to.
