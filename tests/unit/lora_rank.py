@@ -2,6 +2,9 @@
 
 import copy
 import inspect
+from collections.abc import Callable
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from unittest import mock
 
@@ -110,22 +113,34 @@ def engine_of(model):
     return engine
 
 
+@dataclass
 class Exports:
     """verl's export and ours, on a CPU; `moves`: the models that verl moved to a device or back."""
 
-    def __init__(self):
-        from verl.workers.engine.fsdp import transformer_impl
+    verls: Callable
+    ours: Callable
+    moves: list = field(default_factory=list)
 
-        from verl_sglang_sync.verl import exports, merged_lora
 
-        # In these processes verl finds no accelerator.
-        transformer_impl.get_device_id = merged_lora.get_device_id = lambda: CPU
-        transformer_impl.log_gpu_memory_usage = lambda *_, **__: None
-        self.moves = []
-        transformer_impl.load_fsdp_model_to_gpu = self.moves.append
-        transformer_impl.offload_fsdp_model_to_cpu = self.moves.append
-        self.verls = inspect.unwrap(transformer_impl.FSDPEngine.get_per_tensor_param)
-        self.ours = exports._repeatable(self.verls)
+@contextmanager
+def exporting():
+    """Both exports, while verl does without an accelerator, of which these processes have none."""
+    from verl.workers.engine.fsdp import transformer_impl
+
+    from verl_sglang_sync.verl import exports, merged_lora
+
+    verls = inspect.unwrap(transformer_impl.FSDPEngine.get_per_tensor_param)
+    made = Exports(verls, exports._repeatable(verls))
+    with ExitStack() as stack:
+        for module, name, instead in (
+            (transformer_impl, "get_device_id", lambda: CPU),
+            (merged_lora, "get_device_id", lambda: CPU),
+            (transformer_impl, "log_gpu_memory_usage", lambda *_, **__: None),
+            (transformer_impl, "load_fsdp_model_to_gpu", made.moves.append),
+            (transformer_impl, "offload_fsdp_model_to_cpu", made.moves.append),
+        ):
+            stack.enter_context(mock.patch.object(module, name, instead))
+        yield made
 
 
 def copied(export):
@@ -165,7 +180,12 @@ def state_of(model):
 
 def compared(case, dtype, *, with_verls=True):
     """How our exports of a model compare with what PEFT makes of it, and with verl's export."""
-    exports, model = Exports(), case_model(case, getattr(torch, dtype))
+    with exporting() as exports:
+        return _compared(exports, case, dtype, with_verls)
+
+
+def _compared(exports, case, dtype, with_verls):
+    model = case_model(case, getattr(torch, dtype))
     wanted = merged_by_peft(model)
     engine = engine_of(model)
     before = state_of(model)

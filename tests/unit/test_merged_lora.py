@@ -24,13 +24,13 @@ from unit import lora_rank
 from unit.lora_rank import (
     CASES,
     MOE_CASES,
-    Exports,
     adapted,
     base_model,
     case_model,
     compared,
     copied,
     engine_of,
+    exporting,
     is_same,
     merged_by_peft,
     state_of,
@@ -82,13 +82,19 @@ def test_ranks_export_what_peft_merges(pool, case, dtype):
         check(found, MAX_ERROR[dtype])
 
 
-def test_merged_weights_have_the_names_of_the_checkpoint(world_of_one):
+@pytest.fixture
+def exports():
+    with exporting() as made:
+        yield made
+
+
+def test_merged_weights_have_the_names_of_the_checkpoint(world_of_one, exports):
     with mock.patch.object(lora_rank, "base_model", lambda **_: MODELS["mixtral"]()):
         model = adapted(torch.bfloat16, target_modules=["q_proj"])
     merged = copy.deepcopy(model).merge_and_unload()
     wanted = revert_weight_conversion(merged, merged.state_dict())
     engine = engine_of(model)
-    export, _ = Exports().ours(engine)
+    export, _ = exports.ours(engine)
     assert is_same(dict(sorted(export)), dict(sorted(wanted.items())))
     assert sum(".block_sparse_moe.experts." in name for name in wanted) == 2 * 3 * 6
 
@@ -99,8 +105,8 @@ def engine(world_of_one):
     return engine_of(adapted(torch.bfloat16, **CASES["dora"]))
 
 
-def test_nothing_changes_where_the_consumer_stops_or_fails(engine):
-    exports, before = Exports(), state_of(engine.module)
+def test_nothing_changes_where_the_consumer_stops_or_fails(engine, exports):
+    before = state_of(engine.module)
     export, _ = exports.ours(engine)
     weights = iter(export)
     for _ in range(5):
@@ -115,8 +121,8 @@ def test_nothing_changes_where_the_consumer_stops_or_fails(engine):
 
 
 @pytest.mark.parametrize("fails", ["get_delta_weight", "_cache_store"])
-def test_nothing_changes_where_a_merge_fails(engine, fails):
-    exports, before = Exports(), state_of(engine.module)
+def test_nothing_changes_where_a_merge_fails(engine, exports, fails):
+    before = state_of(engine.module)
     export, _ = exports.ours(engine)
     with (
         mock.patch(f"peft.tuners.lora.layer.Linear.{fails}", side_effect=MemoryError),
@@ -156,8 +162,8 @@ def _twice_in_the_state(engine):
 @pytest.mark.parametrize(
     "changed", [_of_another_class, _of_another_variant, _merged_already, _twice_in_the_state]
 )
-def test_what_may_merge_otherwise_is_refused_by_name(engine, changed):
-    exports, reason = Exports(), changed(engine)
+def test_what_may_merge_otherwise_is_refused_by_name(engine, exports, changed):
+    reason = changed(engine)
     for _ in range(2):
         with pytest.raises(AdapterNotMergeable, match=reason):
             exports.ours(engine)
@@ -269,9 +275,9 @@ def test_weights_trained_beside_layers_are_refused(options, reason):
     assert refusal(model, lora={}) is None, "it is not merged"
 
 
-def test_experts_of_verls_own_export_are_taken_apart(world_of_one):
+def test_experts_of_verls_own_export_are_taken_apart(world_of_one, exports):
     """verl's own merges with FSDP1, which does not run on a CPU: its FSDP2 export stands in."""
-    exports, model = Exports(), case_model("moe", torch.bfloat16)
+    model = case_model("moe", torch.bfloat16)
     wanted, engine = merged_by_peft(model), engine_of(model)
     with mock.patch("verl_sglang_sync.verl.merged_lora.merged_export", return_value=None):
         assert is_same(copied(exports.ours(engine)[0]), wanted)
@@ -291,7 +297,7 @@ def test_adapters_that_are_not_merged_are_verls(engine):
     assert merged_export(engine) is None
 
 
-def test_a_buffer_is_exported_as_a_copy(engine):
-    export, _ = Exports().ours(engine)
+def test_a_buffer_is_exported_as_a_copy(engine, exports):
+    export, _ = exports.ours(engine)
     buffer = engine.module.base_model.model.model.layers[0].count
     assert dict(export)["model.layers.0.count"].data_ptr() != buffer.data_ptr()
