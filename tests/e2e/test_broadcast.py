@@ -31,7 +31,7 @@ from support.trainer import Ranks
 from verl_sglang_sync.engine.server_client import operations
 from verl_sglang_sync.engine.session import EngineCannotMap
 from verl_sglang_sync.routes.table.sending import Sender
-from verl_sglang_sync.routes.table.table_route import TableSource
+from verl_sglang_sync.routes.table.table_source import TableSource
 from verl_sglang_sync.sources.snapshot import SourcesChanged
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

@@ -193,7 +193,7 @@ def _has_read_all(session: Any) -> bool:
 
 def sync_with_reuse(rank: TrainerRank, scale: float, how: str) -> dict[str, Any]:
     """A sync during which some parameters lose their memory to garbage; see `check_reuse`."""
-    from verl_sglang_sync.routes.table.table_route import TableSource
+    from verl_sglang_sync.routes.table.table_source import TableSource
     from verl_sglang_sync.sources.snapshot import SourcesSnapshot
 
     state = rank.kept["export"].state

@@ -17,9 +17,9 @@ from verl_sglang_sync.engine.known_ranks import KnownEngineRank
 from verl_sglang_sync.engine.server_client.errors import ReplyLost, ServerUnreachable
 from verl_sglang_sync.engine.session import EngineCannotMap, TrainerSession
 from verl_sglang_sync.routes.staging_ring import StagingRing
-from verl_sglang_sync.routes.table.table_route import TableSource
+from verl_sglang_sync.routes.table.table_source import TableSource
 
-SEND = "verl_sglang_sync.routes.table.table_route.TableSource.send"
+SEND = "verl_sglang_sync.routes.table.table_source.TableSource.send"
 
 
 class DueRank(Rank):

@@ -108,9 +108,9 @@ def test_pulled_weights_equal_the_export(pool, kind, strategy):
 
 PROVE = "verl_sglang_sync.sources.comparison.Comparison.finish"
 COMPARE = "verl_sglang_sync.sources.comparison.memory_of"
-DELIVER = "verl_sglang_sync.routes.table.table_route.TableSource.send"
+DELIVER = "verl_sglang_sync.routes.table.table_source.TableSource.send"
 SHARE = "verl_sglang_sync.routes.table.table_route.share_block"
-WAIT = "verl_sglang_sync.routes.table.table_route.synchronize_device"
+WAIT = "verl_sglang_sync.routes.table.table_source.synchronize_device"
 LOAD = "unit.route_ranks.EngineModel.load_weights"
 CHANGES = {
     "parameters that come back elsewhere are located before each sync": (
@@ -262,7 +262,7 @@ def test_on_fallback_error_names_the_reasons(pool):
 
 
 LOCATE = "verl_sglang_sync.routes.table.located.bases_for"
-END = "verl_sglang_sync.routes.table.table_route.TableSource.end"
+END = "verl_sglang_sync.routes.table.table_source.TableSource.end"
 CHOOSE = "verl_sglang_sync.routes.table.table_route.TableRoute.choose"
 OPEN = "verl_sglang_sync.sync.engines.ColocatedEngine.open"
 ALONE = {

@@ -32,7 +32,7 @@ class ExchangeRank(Rank):
 
     def sync_without_room(self, number):
         """A sync in which the packing of one round fails on rank 1."""
-        broken = self.route._sender._copies[number]
+        broken = self.route._sending.sender._copies[number]
         fails = mock.Mock(side_effect=MemoryError("no room to pack"))
         works = broken.between
         with mock.patch.object(broken, "between", fails if dist.get_rank() == 1 else works):
@@ -290,7 +290,7 @@ def test_a_failed_rank_still_sends_awaited_parts(pool):
 
 
 def test_rounds_that_no_rank_can_send_are_refused(pool):
-    reject = "verl_sglang_sync.routes.table.table_route.decode_rounds"
+    reject = "verl_sglang_sync.routes.table.shard_sending.decode_rounds"
     fails = ("sync_failing", 1, reject, WireError("noise"))
     for seen in play(pool, fails, *["step", "sync"] * 3, kind="dense"):
         assert seen["errors"] == []

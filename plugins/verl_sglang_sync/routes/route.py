@@ -2,7 +2,7 @@
 
 Engines are loaded from a `SyncSource`. The source of an exported sync is verl's full export, packed
 (`export.ExportedBuckets`). The source of any other sync is made by a `Route`
-(`table.route.TableRoute`). The route prepares itself after a good exported sync.
+(`table.table_route.TableRoute`). The route prepares itself after a good exported sync.
 
 Every trainer rank takes these steps in a sync. The last column names the sources for which a step
 is collective:

@@ -3,8 +3,8 @@
 No bytes are exported or gathered. An engine rank joins its load plan with the weight map of the
 trainer ranks' shards (`load_plan.copy_table`). It maps the memory of trainer ranks on its own host,
 and copies from there the bytes that it needs. The other trainer ranks send it the bytes that it
-lists, in rounds (`sending`). The wire is chosen for each pair of ranks (`wires`). Engines share the
-trainer ranks' GPUs, or have other GPUs.
+lists, in rounds (`shard_sending`). The wire is chosen for each pair of ranks (`wires`). Engines
+share the trainer ranks' GPUs, or have other GPUs.
 
 The route traces the export once. The trace maps each exported tensor to bytes of shards. Each rank
 then compares its own shards, bit for bit, with the full export that the engines load
@@ -23,34 +23,22 @@ detected before the engines may publish, and the sync is repeated.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 
 import torch
 
-from sglang_loader.common.copies.strided import synchronize_device
 from sglang_loader.common.ranks import Reason, attempt
-from sglang_loader.common.rounds import (
-    RoundPart,
-    decode_parts,
-    decode_rounds,
-    encode_parts,
-    parts_of,
-)
-from sglang_loader.common.session.messages import SessionError
 from sglang_loader.common.shared_memory import BufferHandle, drop_references, host_id
-from verl_sglang_sync.engine.engine_ranks import EngineRank, waiting
-from verl_sglang_sync.engine.session import BlockNotMapped, EngineCannotMap, TrainerSession
+from verl_sglang_sync.engine.session import BlockNotMapped, EngineCannotMap
 from verl_sglang_sync.report import SyncReport, warn_once
 from verl_sglang_sync.routes.route import (
-    Delivery,
     LoadedExport,
     Recovery,
     Route,
     RouteContext,
     RouteState,
-    Sending,
     SyncSource,
 )
 from verl_sglang_sync.routes.table.located import (
@@ -59,26 +47,21 @@ from verl_sglang_sync.routes.table.located import (
     TablePlan,
     share_shards,
 )
-from verl_sglang_sync.routes.table.sending import Sender, SendPlan, all_to_all_bytes, check_parts
-from verl_sglang_sync.routes.table.transports import RoundsInSync, Transport
+from verl_sglang_sync.routes.table.shard_sending import ShardSending
+from verl_sglang_sync.routes.table.table_source import TableSource
+from verl_sglang_sync.routes.table.transports import Transport
 from verl_sglang_sync.routes.table.weight_map_builder import MemoryTable
 from verl_sglang_sync.routes.table.wires import Wires
 from verl_sglang_sync.sources.export import NamedTensor, unquantized
 from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport
-from verl_sglang_sync.sources.host_memory import HOST_MEMORY
 from verl_sglang_sync.sources.memory_blocks import Block, BlockNames, share_block
 from verl_sglang_sync.sources.replicas import check_replicas, differing_replicas
 from verl_sglang_sync.sources.snapshot import (
     SourcesChanged,
     SourcesSnapshot,
     is_offloaded,
-    locals_of,
-    require_sources,
 )
-from verl_sglang_sync.trainer_ranks import own_rank, world_size
-
-ROUNDS_PER_BUCKET = 2
-"""Rounds are half a bucket: two staging buffers and two scratch buffers are two buckets."""
+from verl_sglang_sync.trainer_ranks import own_rank
 
 
 class TableRoute(Route):
@@ -102,12 +85,11 @@ class TableRoute(Route):
     ) -> None:
         super().__init__(context)
         self.sends = False
-        self._limit_s = context.settings.request_timeout_s
         self._may_map = "pull" in context.settings.routes
         self._may_send = "exchange" in context.settings.routes
-        self._round_bytes = max(1, context.settings.bucket_bytes // ROUNDS_PER_BUCKET)
         self._record = record
-        self._transport = transport
+        self._context = context
+        self._sending = ShardSending(context, transport)
         self._block_names = BlockNames()
         self._plan: TablePlan | None = None
         self._wires: Wires | None = None
@@ -116,9 +98,6 @@ class TableRoute(Route):
         # If None, the next sync locates the parameters and makes new handles.
         self._locations: ParameterLocations | None = None
         self._blocks_read: frozenset[str] = frozenset()  # in the last sync by this route
-        self._sender: Sender | None = None  # made for `_listed_rounds`
-        # The engine ranks that are sent to, by position, with the digests of their rounds.
-        self._listed_rounds: list[tuple[int, str]] = []
 
     def _source(self, weights: Iterable[NamedTensor], report: SyncReport) -> SyncSource | None:
         if not self._is_colocated and not self._ranks.all(not self._have_changed()):
@@ -140,7 +119,18 @@ class TableRoute(Route):
         # A file of host memory takes seconds to map, and keeps no GPU memory.
         locations = self._locations
         keep_mapped = locations.stays or self._blocks_read == locations.all_blocks
-        return TableSource(self, locations, weights, report, keep_mapped)
+        assert self._plan is not None, "a prepared route has a plan"
+        return TableSource(
+            context=self._context,
+            plan=self._plan,
+            locations=locations,
+            sending=self._sending if self.sends else None,
+            positions=self._own_readers,
+            weights=weights,
+            report=report,
+            keeps_mapped=keep_mapped,
+            note_read=partial(self._note_read, locations, keep_mapped),
+        )
 
     def can_learn(self, weights: Iterable[NamedTensor]) -> bool:
         return (self._may_map or self._may_send) and super().can_learn(weights)
@@ -155,7 +145,8 @@ class TableRoute(Route):
 
     def learn(self, export: LoadedExport) -> None:
         self.forget()
-        self._sender, self._listed_rounds, self.sends = None, [], False
+        self._sending.forget()
+        self.sends = False
         known, hosts = self._known_ranks(), [outcome.host for outcome in export.loaded]
         assert len(known) == len(hosts), "one outcome for each engine rank of this rank"
         unplanned = [each.saved_plan_misfits for each in export.loaded if not each.has_plan]
@@ -263,8 +254,7 @@ class TableRoute(Route):
         self._locations, self._blocks_read = None, frozenset()
 
     def free_scratch(self) -> None:
-        if self._sender is not None:
-            self._sender.end()
+        self._sending.free_scratch()
 
     def note_unmapped(self) -> None:
         self._locations = None
@@ -274,13 +264,6 @@ class TableRoute(Route):
         self._blocks_read = locations.all_blocks
         used = replace(locations, handles=tuple({} for _ in locations.handles))
         self._locations = used if keep_mapped else None
-
-    def _confirm(self, locations: ParameterLocations, sources: Mapping[str, torch.Tensor]) -> None:
-        """Raise `SourcesChanged` if the parameters were replaced or have moved."""
-        assert self._plan is not None, "a prepared route has a plan"
-        if self._cutter.buckets != self._plan.buckets:
-            raise SourcesChanged("the export is cut into other buckets")
-        locations.snapshot.require_unchanged(sources)
 
     def _difference(self, export: LoadedExport) -> Reason | None:
         """Compare the full export with this rank's shards. Collective.
@@ -414,150 +397,3 @@ class TableRoute(Route):
         except ValueError as error:  # memory of a kind that has no handles
             raise NotTraceable(str(error)) from error
         return name, by_reader
-
-    def _prepare_rounds(
-        self, weights: Iterable[NamedTensor], engines: Sequence[EngineRank]
-    ) -> Sender:
-        """Make ready to send, with the rounds that the engine ranks have listed. Collective."""
-        plan = self._plan
-        assert plan is not None, "a prepared route has a plan"
-        pairs = zip(self._own_readers, [engine.known for engine in engines], strict=True)
-        own = {position: known for position, known in pairs if known.is_sent_to}
-        named = {position: known.rounds_digest for position, known in own.items()}
-        listed = list(chain(*(of_rank.items() for of_rank in self._ranks.gather(named))))
-        if self._sender is None or not self._ranks.all(listed == self._listed_rounds):
-            self.free_scratch()
-            # Each trainer rank needs only its own parts of the rounds.
-            parts = [
-                encode_parts({at: parts_of(known.rounds, rank) for at, known in own.items()})
-                for rank in range(world_size())
-            ]
-            by_reader: dict[int, list[RoundPart]] = {}
-            for data in all_to_all_bytes(parts, self._ranks, self._device):
-                by_reader.update(decode_parts(data))
-            check_parts(plan.traced, chain(*by_reader.values()), own_rank())
-            positions = [position for position, _ in listed]
-            places, num_ranks = self._transport.destinations(positions)
-            readers = [by_reader[position] for position in positions]
-            send_plan = SendPlan.of(plan.traced, readers, places, num_ranks)
-            self._sender, self._listed_rounds = Sender(send_plan, self._device), listed
-        sender = self._sender
-        sources = self._source_map.current(weights, plan.traced)
-        nothing = torch.empty(0, device=self._device)
-        rank = own_rank()
-        shards = [
-            sources[parameter.source] if parameter.owners.is_held_by(rank) else nothing
-            for parameter in plan.traced.parameters
-        ]
-        sender.begin(locals_of(shards))
-        return sender
-
-
-@dataclass(eq=False)
-class TableSource(SyncSource):
-    """One sync by the copy table.
-
-    The engines may keep the memory of the parameters mapped after the sync.
-    """
-
-    _route: TableRoute
-    _locations: ParameterLocations
-    _weights: Iterable[NamedTensor]
-    _report: SyncReport
-    _keep_mapped: bool
-    _has_announced: bool = False
-    _rounds: RoundsInSync | None = None
-
-    def __post_init__(self) -> None:
-        self.is_collective = self._route.sends
-
-    def start(self) -> None:
-        """Wait for the work on this rank that writes the parameters, and hold the parameters.
-
-        Engines may read after all ranks have taken this step. If a parameter is replaced during the
-        sync, its memory is not freed while engines read.
-        """
-        synchronize_device(self._route._device)  # an optimizer may work on a stream of its own
-        with self._report.stage("confirm"):
-            self._sources = require_sources(self._weights)()
-
-    def send(self, sessions: Sending, delivery: Delivery) -> None:
-        """Request the engines to load all shards, and send those that an engine cannot map.
-
-        Raises:
-            BlockNotMapped: an engine has unmapped a block of which no handle is left.
-        """
-        locations, self._has_announced, route = self._locations, True, self._route
-        engines = sessions.engine_ranks
-        triples = zip(engines, locations.blocks, locations.handles, strict=True)
-        for engine, blocks, handles in triples:
-            engine.session.map_blocks(blocks, handles, keep=self._keep_mapped)
-        for engine, bases, host in zip(engines, locations.bases, locations.hosts, strict=True):
-            with engine.naming_errors():
-                engine.session.load_shards(
-                    locations.weight_map,
-                    bases,
-                    host=host,
-                    num_ranks=world_size(),
-                    round_bytes=route._round_bytes,
-                    rounds=engine.known.rounds_digest if engine.known.is_sent_to else None,
-                )
-        if route.sends:
-            sent_to = [engine for engine in engines if engine.known.is_sent_to]
-            # All ranks go on to the collectives of the rounds, or none does.
-            with route._ranks.section(), self._report.stage("plan"):
-                self._receive_rounds(sent_to)
-                sender = route._prepare_rounds(self._weights, engines)
-                rounds = route._transport.rounds(sender, sent_to, self._report)
-                route._ranks.check()
-            self._rounds = rounds
-            rounds.run()
-        for bucket in route._cutter.buckets:
-            sessions.count(bucket)
-
-    def _receive_rounds(self, engines: Sequence[EngineRank]) -> None:
-        """Wait until all engine ranks that are sent to have listed their rounds. Collective.
-
-        Args:
-            engines: those of this trainer rank.
-        """
-        route = self._route
-        route._ranks.poll(waiting(engines, has_listed, route._limit_s, "no list of rounds came"))
-        for engine in engines:
-            listed, known = engine.session.rounds, engine.known
-            assert listed is not None, "waited for"
-            with engine.naming_errors():
-                if listed.data is not None:
-                    known.rounds = decode_rounds(listed.data, world_size())
-                    known.rounds_digest = listed.digest
-                elif listed.digest != known.rounds_digest:
-                    raise SessionError(f"rounds {listed.digest} were never sent to the trainer")
-
-    def confirm(self) -> None:
-        with self._report.stage("confirm"):
-            self._route._confirm(self._locations, self._sources)
-
-    def drain(self) -> None:
-        """Drop the handles if the sync has failed before any engine got a handle.
-
-        If rounds have begun, take part in the others.
-        """
-        if not self._has_announced:
-            for handles in self._locations.handles:
-                drop_references(handles.values())
-        if self._rounds is not None:
-            self._rounds.drain()
-
-    def end(self) -> None:
-        route, num_buckets = self._route, len(self._route._cutter.buckets)
-        if self._locations.all_blocks:
-            self._report.num_pulled += num_buckets
-            self._report.host_memory_bytes = HOST_MEMORY.nbytes
-        if self._rounds is not None:
-            self._rounds.count(self._report, num_buckets)
-        route._note_read(self._locations, self._keep_mapped)
-
-
-def has_listed(session: TrainerSession) -> bool:
-    """Return True if the engine rank has listed its rounds."""
-    return session.rounds is not None

@@ -1,0 +1,116 @@
+"""One sync by the copy table: the engine ranks' requests to load shards, and what is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from sglang_loader.common.copies.strided import synchronize_device
+from sglang_loader.common.shared_memory import drop_references
+from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.routes.route import Delivery, RouteContext, Sending, SyncSource
+from verl_sglang_sync.routes.table.located import ParameterLocations, TablePlan
+from verl_sglang_sync.routes.table.shard_sending import ShardSending
+from verl_sglang_sync.routes.table.transports import RoundsInSync
+from verl_sglang_sync.sources.export import NamedTensor
+from verl_sglang_sync.sources.host_memory import HOST_MEMORY
+from verl_sglang_sync.sources.snapshot import SourcesChanged, require_sources
+from verl_sglang_sync.trainer_ranks import world_size
+
+ROUNDS_PER_BUCKET = 2
+"""Rounds are half a bucket: two staging buffers and two scratch buffers are two buckets."""
+
+
+@dataclass(eq=False, kw_only=True)
+class TableSource(SyncSource):
+    """One sync by the copy table.
+
+    The engines may keep the memory of the parameters mapped after the sync.
+
+    Attributes:
+        sending: sends the shards that engine ranks cannot map. None if no engine rank of any
+            trainer rank is sent shards.
+        positions: of this rank's engine ranks among all engine ranks.
+        keeps_mapped: the engines keep the blocks mapped that they read.
+        note_read: is called when the engines serve what they have read.
+    """
+
+    context: RouteContext
+    plan: TablePlan
+    locations: ParameterLocations
+    sending: ShardSending | None
+    positions: Sequence[int]
+    weights: Iterable[NamedTensor]
+    report: SyncReport
+    keeps_mapped: bool
+    note_read: Callable[[], None]
+    _has_announced: bool = False
+    _rounds: RoundsInSync | None = None
+
+    def __post_init__(self) -> None:
+        self.is_collective = self.sending is not None
+
+    def start(self) -> None:
+        """Wait for the work on this rank that writes the parameters, and hold the parameters.
+
+        Engines may read after all ranks have taken this step. If a parameter is replaced during the
+        sync, its memory is not freed while engines read.
+        """
+        synchronize_device(self.context.device)  # an optimizer may work on a stream of its own
+        with self.report.stage("confirm"):
+            self._sources = require_sources(self.weights)()
+
+    def send(self, sessions: Sending, delivery: Delivery) -> None:
+        """Request the engines to load all shards, and send those that an engine cannot map.
+
+        Raises:
+            BlockNotMapped: an engine has unmapped a block of which no handle is left.
+        """
+        locations, self._has_announced, engines = self.locations, True, sessions.engine_ranks
+        triples = zip(engines, locations.blocks, locations.handles, strict=True)
+        for engine, blocks, handles in triples:
+            engine.session.map_blocks(blocks, handles, keep=self.keeps_mapped)
+        for engine, bases, host in zip(engines, locations.bases, locations.hosts, strict=True):
+            with engine.naming_errors():
+                engine.session.load_shards(
+                    locations.weight_map,
+                    bases,
+                    host=host,
+                    num_ranks=world_size(),
+                    round_bytes=max(1, self.context.settings.bucket_bytes // ROUNDS_PER_BUCKET),
+                    rounds=engine.known.rounds_digest if engine.known.is_sent_to else None,
+                )
+        if self.sending is not None:
+            self._rounds = self.sending.prepare(
+                self.plan.traced, self.weights, engines, self.positions, self.report
+            )
+            self._rounds.run()
+        for bucket in self.context.cutter.buckets:
+            sessions.count(bucket)
+
+    def confirm(self) -> None:
+        """Raise `SourcesChanged` if the parameters were replaced or have moved."""
+        with self.report.stage("confirm"):
+            if self.context.cutter.buckets != self.plan.buckets:
+                raise SourcesChanged("the export is cut into other buckets")
+            self.locations.snapshot.require_unchanged(self._sources)
+
+    def drain(self) -> None:
+        """Drop the handles if the sync has failed before any engine got a handle.
+
+        If rounds have begun, take part in the others.
+        """
+        if not self._has_announced:
+            for handles in self.locations.handles:
+                drop_references(handles.values())
+        if self._rounds is not None:
+            self._rounds.drain()
+
+    def end(self) -> None:
+        num_buckets = len(self.context.cutter.buckets)
+        if self.locations.all_blocks:
+            self.report.num_pulled += num_buckets
+            self.report.host_memory_bytes = HOST_MEMORY.nbytes
+        if self._rounds is not None:
+            self._rounds.count(self.report, num_buckets)
+        self.note_read()
