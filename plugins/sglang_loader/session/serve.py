@@ -25,6 +25,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
+from sglang_loader.common.broadcast.update_group import GROUP_GRACE_S
 from sglang_loader.common.copies.strided import synchronize
 from sglang_loader.common.layout import BucketLayout, decode_layout, digest_of
 from sglang_loader.common.naming import listed
@@ -48,8 +49,6 @@ Load: TypeAlias = messages.LoadBucket | messages.LoadShards | messages.LoadRound
 
 HANDSHAKE_TIMEOUT_S = 120.0  # the trainer opens sessions with all replicas before it answers
 POLL_S = 0.0001
-GROUP_GRACE_S = 5.0
-"""Seconds that an engine waits longer than the trainer in a group, as that names the late rank."""
 NUM_DESCRIPTORS = 1024
 """Number of descriptors that are kept. A request with one of these descriptors is refused."""
 

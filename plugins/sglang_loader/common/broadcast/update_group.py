@@ -51,9 +51,11 @@ LEAVE_TIMEOUT_S = {"nccl": 10.0, "gloo": 1.0}
 """Longest wait, by backend. gloo may wait for a transfer that failed peers have never ended, and
 nobody needs the memory that its group has.
 """
-TRANSFER_MARGIN_S = 7.0
-"""The time for which gloo waits for a peer after the limit of a transfer, at which others give the
-transfer up.
+GROUP_GRACE_S = 5.0
+"""Seconds that an engine waits longer than the trainer in a group, as that names the late rank."""
+TRANSFER_MARGIN_S = GROUP_GRACE_S + 2.0
+"""Seconds that gloo waits longer than the trainer for a transfer, so that the engine's limit comes
+first.
 """
 CONNECT_TRIES = 5
 """gloo waits for a connection this many times its time limit, and for an address once its limit."""
