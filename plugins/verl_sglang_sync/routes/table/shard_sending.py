@@ -74,12 +74,13 @@ class ShardSending:
         """
         pairs = zip(positions, engines, strict=True)
         sent_to = {at: engine for at, engine in pairs if engine.known.is_sent_to}
+        receivers = list(sent_to.values())
         # All ranks go on to the collectives of the rounds, or none does.
         with self._ranks.section(), report.stage("plan"):
-            self._receive_lists(list(sent_to.values()))
+            self._receive_lists(receivers)
             sender = self._sender_for(traced, sent_to)
             sender.begin(locals_of(self._shards(traced, weights)))
-            rounds = self._transport.rounds(sender, list(sent_to.values()), report)
+            rounds = self._transport.rounds(sender, receivers, report)
             self._ranks.check()
         return rounds
 
