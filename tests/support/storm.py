@@ -33,15 +33,22 @@ from support.engine_loaders import COUNT_LOADER
 from support.fault_proxy import FaultProxy
 from support.served import served
 from support.storm_checks import PROMPTS, StormEngine, Stream, Violation, shared_memory, strays
-from support.storm_trainer import NUM_VERSIONS, PRESETS, TIMEOUT_S, PublishedError, sync
+from support.storm_trainer import (
+    NUM_VERSIONS,
+    PATIENT_S,
+    PRESETS,
+    TIMEOUT_S,
+    PublishedError,
+    sync,
+)
 from support.storm_wire import Wire
 from support.trainer import Ranks
 from verl_sglang_sync.sync.sessions import MAY_SERVE
 
-LEAVE_S = 3 * TIMEOUT_S + 10
-"""All ranks have left a failed sync by then: three attempts of one request, and a margin."""
+LEAVE_S = 10.0
+"""All ranks have left a failed sync by then, and by three attempts of one request."""
 
-RECOVERY_S = 60.0
+RECOVERY_S = 3 * PATIENT_S + LEAVE_S
 STRAYS_S = 20.0
 DEATH_S = 20.0
 GATES = {1: "0", 2: "600"}
@@ -84,7 +91,7 @@ class Storm:
         self.batch = 1  # how many bodies a round of fuzzing posts
         self._round, self._fault, self._context = 0, "start", ""
         self.label = NUM_VERSIONS  # the references have the labels below
-        self._labels_begun: dict[int, int] = {}
+        self._begun: dict[int, tuple[int, float]] = {}  # labels and limits, by trainer
         self._allowed: set[str] = set()  # what may be served now
         self._given_up: set[str] = set()
         self._trainers: dict[int, Ranks] = {}  # 0, and a rival
@@ -159,13 +166,21 @@ class Storm:
             self._pids |= {each.process.pid for each in made.processes}
         return self._trainers[number]
 
-    def begin(self, *, number: int = 0, preset: str | None = None, **command: Any) -> Ranks:
+    def begin(
+        self,
+        *,
+        number: int = 0,
+        preset: str | None = None,
+        limit_s: float = TIMEOUT_S,
+        **command: Any,
+    ) -> Ranks:
         """Have a trainer start a sync of the next version; see `storm_trainer.sync`."""
         self.label += 1
         preset = preset or self.rng.choice(PRESETS)
-        self._labels_begun[number] = self.label
+        self._begun[number] = self.label, limit_s
         self._context += f" [trainer {number}: {preset} {self.label} {command or ''}]"
-        trainer, command = self.trainer(number), {"preset": preset, "label": self.label, **command}
+        trainer = self.trainer(number)
+        command = {"preset": preset, "label": self.label, "limit_s": limit_s, **command}
         trainer.begin(sync, self._models, self.urls, command)
         return trainer
 
@@ -183,8 +198,10 @@ class Storm:
         Raises:
             Violation: a rank does not leave, not all raise, or a bad sync was accepted.
         """
-        trainer, label = self._trainers[number], str(self._labels_begun[number])
-        outcomes = trainer.finish(LEAVE_S + more_s)
+        begun, limit_s = self._begun[number]
+        trainer, label = self._trainers[number], str(begun)
+        leave_s = 3 * limit_s + LEAVE_S + more_s
+        outcomes = trainer.finish(leave_s)
         alive = zip(outcomes, trainer.processes, strict=True)
         errors = [outcome.error for outcome, rank in alive if outcome and not rank.is_dead]
         if errors and all(errors):
@@ -197,8 +214,8 @@ class Storm:
             self._allowed.add(label)
         if hung := trainer.hung():
             self._given_up.add(label)
-            limit = f"{LEAVE_S + more_s:.0f} s"
-            raise Violation("hang", f"ranks {hung} not left after {limit}: {_brief(outcomes)}")
+            after = f"{leave_s:.0f} s"
+            raise Violation("hang", f"ranks {hung} not left after {after}: {_brief(outcomes)}")
         if any(errors) and not all(errors):
             raise Violation("split ranks", _brief(outcomes))
         if must_fail and not any(errors):
@@ -285,7 +302,7 @@ class Storm:
         if is_broadcast:
             self.engine.post("resume_memory_occupation", b'{"tags": ["weights"]}')
         via = self.rng.choice(("direct", "direct", "proxy"))
-        trainer = self.begin(number=number, preset=preset, via=via)
+        trainer = self.begin(number=number, preset=preset, via=via, limit_s=PATIENT_S)
         label, outcomes = str(self.label), trainer.finish(RECOVERY_S)
         if any(outcome is None or outcome.error for outcome in outcomes):
             self._given_up.add(label)

@@ -15,7 +15,7 @@ from sglang_loader.common.broadcast.update_group import ANSWER_TIMEOUT_S
 from support.fault_proxy import Fault as ProxyFault
 from support.storm import Storm
 from support.storm_checks import REPLY_S, Violation
-from support.storm_trainer import BAD_EXPORTS, PLANTED, TIMEOUT_S
+from support.storm_trainer import BAD_EXPORTS, PATIENT_S, PLANTED, TIMEOUT_S
 from support.storm_wire import (
     REORDERS,
     SPOILERS,
@@ -89,7 +89,8 @@ def bad_export(storm: Storm) -> None:
     alone = storm.rng.choice((None, storm.rng.randrange(storm.tp)))
     bad = storm.rng.choice(BAD_EXPORTS)
     once = alone is None and storm.rng.random() < 0.5  # all ranks' exports are of one kind
-    storm.begin(bad=bad, once=once, at=storm.rng.randrange(99), on=alone)
+    at = storm.rng.randrange(99)
+    storm.begin(bad=bad, once=once, at=at, on=alone, limit_s=PATIENT_S)
     storm.finish(must_fail=True)
 
 
@@ -98,7 +99,7 @@ def planted_fault(storm: Storm) -> None:
     """The trainer names other memory than its tensors have; the proof must refuse pull."""
     alone = storm.rng.choice((None, storm.rng.randrange(storm.tp)))
     planted = storm.rng.choice(PLANTED)
-    trainer = storm.begin(preset="in_place", planted=planted, on=alone)
+    trainer = storm.begin(preset="in_place", planted=planted, on=alone, limit_s=PATIENT_S)
     if any(errors := storm.finish()):
         raise Violation("not recovered", f"the export was to bring the weights: {errors}")
     pulled = trainer.run(lambda rank: rank.kept["num_pulled"])

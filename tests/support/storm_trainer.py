@@ -16,7 +16,11 @@ from support.trainer import CPU, NamedTensors, TrainerRank
 from verl_sglang_sync.sources.export import Reexport
 
 TIMEOUT_S = 3.0
-"""The trainer's limit of one request, and of the silence in a session."""
+"""The trainer's limit of one request, and of the silence in a session, where a fault may wait for
+it.
+"""
+PATIENT_S = 20.0
+"""The same limit where no fault does: such a sync must end well, and a busy machine takes long."""
 
 PRESETS = ("flattened", "packed", "in_place", "broadcast", "broadcast_compiled")
 BAD_EXPORTS = ("raises", "doubled", "missing", "extra", "empty", "meta")
@@ -50,36 +54,39 @@ def sync(
         rank: this one.
         models: checkpoints of the versions.
         urls: of the engine, "direct" and by its "proxy".
-        command: arguments of `_values`, `preset`, `label` (the version) and `via` (which URL), or
-            `planted` and `on` instead of those of `_values`, see `_planted`.
+        command: arguments of `_values`, `preset`, `label` (the version), `via` (which URL) and
+            `limit_s`, or `planted` and `on` instead of those of `_values`, see `_planted`.
     """
     if "versions" not in rank.kept:
         rank.kept["versions"] = [weights_of(model, CPU) for model in models]
         rank.kept["export"] = KeptExport(rank.kept["versions"][0])
     preset, label, via = (command.pop(key, "direct") for key in ("preset", "label", "via"))
+    limit_s = command.pop("limit_s", TIMEOUT_S)
     if "planted" in command:
         named = rank.kept["versions"][slot_of(label)]
-        rank.use_client(urls[via], timeout_s=TIMEOUT_S)
-        _planted(rank, _values(rank, "in_place", named), str(label), **command)
+        rank.use_client(urls[via], timeout_s=limit_s)
+        _planted(rank, _values(rank, "in_place", named), str(label), limit_s, **command)
         return
     values = _values(rank, preset, rank.kept["versions"][slot_of(label)], **command)
     if preset.startswith("broadcast"):
         mode = "compiled" if preset.endswith("compiled") else "flattened"
-        if via not in rank.kept:
-            rank.kept[via] = Sender(rank, [(urls[via], rank.tp)], timeout_s=TIMEOUT_S)
-        rank.kept[via].sync(values, mode, (0,), version=str(label))
+        if (via, limit_s) not in rank.kept:
+            rank.kept[via, limit_s] = Sender(rank, [(urls[via], rank.tp)], timeout_s=limit_s)
+        rank.kept[via, limit_s].sync(values, mode, (0,), version=str(label))
         return
-    if (preset, via) not in rank.kept:
-        rank.use_client(urls[via], timeout_s=TIMEOUT_S)
-        settings = {"bucket_bytes": BUCKET_BYTES, "timeout_s": TIMEOUT_S}
+    if (preset, via, limit_s) not in rank.kept:
+        rank.use_client(urls[via], timeout_s=limit_s)
+        settings = {"bucket_bytes": BUCKET_BYTES, "timeout_s": limit_s}
         if preset in ("packed", "in_place"):
             settings["routes"] = ["pull", "exchange"] if preset == "in_place" else ["exchange"]
         mode = "compiled" if "routes" in settings else preset
-        rank.kept[preset, via] = rank.manager(mode, **settings)
-    asyncio.run(_cycle(rank, rank.kept[preset, via], values, str(label)))
+        rank.kept[preset, via, limit_s] = rank.manager(mode, **settings)
+    asyncio.run(_cycle(rank, rank.kept[preset, via, limit_s], values, str(label)))
 
 
-def _planted(rank: TrainerRank, values: Any, label: str, planted: str, on: int | None) -> None:
+def _planted(
+    rank: TrainerRank, values: Any, label: str, limit_s: float, planted: str, on: int | None
+) -> None:
     """Sync twice by a manager that has proven nothing, while a fault is planted in its way to read
     in place. `num_pulled` is kept: the buckets that the second sync had read in place.
 
@@ -87,12 +94,13 @@ def _planted(rank: TrainerRank, values: Any, label: str, planted: str, on: int |
         rank: this one.
         values: what is exported.
         label: the version.
+        limit_s: of a request.
         planted: the fault, one of `PLANTED`.
         on: the only rank that has it; None: all have.
     """
     from unit.planted_faults import FAULTS
 
-    manager = rank.manager("compiled", bucket_bytes=BUCKET_BYTES, timeout_s=TIMEOUT_S)
+    manager = rank.manager("compiled", bucket_bytes=BUCKET_BYTES, timeout_s=limit_s)
     with FAULTS["pull"][planted]() if on in (None, rank.rank) else nullcontext():
         for _ in range(2):
             asyncio.run(_cycle(rank, manager, values, label))
