@@ -61,6 +61,7 @@ class BucketLayout:
     nbytes: int
 
     def __post_init__(self) -> None:
+        # Layouts also come in messages: a view must never leave the buffer.
         end = 0
         for t in self.tensors:
             if min(t.shape, default=0) < 0:

@@ -171,6 +171,7 @@ class Ranks:
         if error is None:
             self._turns(None)
             return
+        # All ranks know of it already.
         if isinstance(error, RanksFailed):
             raise error
         failure = "".join(traceback.format_exception(error))
@@ -181,6 +182,7 @@ class Ranks:
             failed.is_alone = True
         except RanksFailed as shared:
             failed = shared
+        # An interrupt is no failure to recover from: it must reach the user.
         if not isinstance(error, Exception):
             is_alone, failed = failed.is_alone, Interrupted(str(failed), failed.failures)
             failed.is_alone = is_alone
@@ -248,6 +250,7 @@ class Ranks:
         failures = [
             f"{self.name} {rank}: {turn.failure}" for rank, turn in enumerate(turns) if turn.failure
         ]
+        # A rank that failed has no value to compare, and its failure says more.
         if not failures and len({turn.same for turn in turns}) > 1:
             values = [f"{self.name} {rank}: {turn.same}" for rank, turn in enumerate(turns)]
             failures = [f"{differ}: {', '.join(values)}"]

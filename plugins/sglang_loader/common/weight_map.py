@@ -126,6 +126,7 @@ def decode_weight_map(data: bytes) -> WeightMap:
         encoded = _decoder.decode(data)
     except msgspec.MsgspecError as error:
         raise WireError(f"not a weight map: {error}") from None
+    # Another process has made these bytes. Each piece is checked before anything is copied by it.
     nbytes = encoded.shard_nbytes
     decoded = [
         _decoded_bucket(bucket, f"bucket {index}", nbytes)
@@ -153,6 +154,7 @@ def _decoded_bucket(
         raise WireError(f"not a weight map: {error}") from None
     if bucket.nbytes > layout.nbytes:
         raise WireError(f"a piece of {name} leaves the bucket's {layout.nbytes} bytes")
+    # One comparison for each shard, not for each piece: a piece may name many shards.
     for shard, needed in bucket.needs.items():
         nbytes = shard_nbytes[shard] if shard < len(shard_nbytes) else 0
         if needed > nbytes:
@@ -174,6 +176,7 @@ def decode_bases(data: bytes) -> Bases:
     if len(data) % 16:
         raise WireError(f"{len(data)} bytes are not the bases of shards")
     bases = np.frombuffer(data, dtype="<i8").reshape(-1, 2)
+    # `SENT` is the only negative number, and only of a block.
     if (bases < (SENT, 0)).any():
         raise WireError("a base is negative")
     return bases
@@ -203,6 +206,7 @@ class ShardMemory:
     ) -> None:
         if len(bases) != len(weight_map.shard_nbytes):
             raise WireError(f"{len(bases)} bases came for {len(weight_map.shard_nbytes)} shards")
+        # Tens of thousands of shards are checked in each sync, so by numpy.
         is_sent = bases[:, 0] == SENT
         # Nothing may read outside of the mapped blocks. A block that does not exist has no room.
         room = np.array([*(block.numel() for block in blocks), -1], dtype=np.int64)

@@ -93,19 +93,23 @@ class CopyTable:
         for index, (bucket, layout, places) in enumerate(pairs):
             if bucket.layout != layout:
                 raise ValueError(f"bucket {index} has another layout than the plan's")
+            # Copies of one step run in any order, and here the later bucket must win.
             if step.copies and _meet(step.written, bucket.written):
                 steps.append(step.end(NO_TENSORS))
             copies: Sequence[StridedCopy] = bucket.copies
             strips: Sequence[Strip] = ()
+            # A quantised tensor has no bytes in any shard. Its blocks are made of other bytes.
             if weight_map.quantized is not None:
                 copies, strips = divided(bucket.copies, layout, weight_map.quantized, limit)
             step.copies += [part for copy in copies for part in places.copies(copy)]
+            # The bytes before quantisation need scratch memory, of which there is a limit.
             for strip in strips:
                 if step.matrices and step.source_bytes + strip.source_bytes > limit:
                     steps.append(step.end(NO_TENSORS))
                 step.add(strip)
             for storage, ranges in bucket.written.items():
                 step.written[storage] = merge([*step.written.get(storage, ()), *ranges])
+            # `load_weights` may read what earlier copies write, and later copies may overwrite it.
             if bucket.rest.tensors:
                 steps.append(step.end(bucket.rest))
         if step.copies:
@@ -165,6 +169,7 @@ def _meet(
     """Return True if a byte is in both sets of ranges."""
     for storage in first.keys() & second.keys():
         ranges = [*first[storage], *second[storage]]
+        # Ranges with a common byte merge to fewer bytes.
         if num_bytes(merge(ranges)) < num_bytes(ranges):
             return True
     return False

@@ -116,6 +116,8 @@ class PlanExecutor:
             RuntimeError: this device cannot quantise as the trainer does.
             ValueError: the map of the shards does not hold what the plan reads.
         """
+        # Three stages, each kept until what it was made of changes: the table of the map, its
+        # division by wire, and the launches at these addresses. Most syncs repeat only launches.
         weight_map, wires = shards.weight_map, (shards.senders, num_ranks, round_bytes)
         wired_for, steps = self._wired.get(weight_map, (None, []))
         if wired_for != wires:
@@ -127,6 +129,7 @@ class PlanExecutor:
             self._wired[weight_map] = wires, steps
         nbytes = max((step.scratch_nbytes for step in steps), default=0)
         scratch = self._scratch_on(shards.device, nbytes)
+        # Scratch memory that was freed may return at another address.
         bound = self._bound_steps.get(shards)
         if bound is None or not bound.is_of(steps, scratch):
             bound = _BoundSteps.of(steps, self._memory, shards, scratch)
@@ -212,6 +215,7 @@ class _Step:
 
     @classmethod
     def of(cls, step: WiredStep) -> _Step:
+        # A round has one source, its buffer: number 0.
         rounds = [(r, FusedCopies([(copy, 0) for copy in r.copies])) for r in step.rounds]
         quantized, part = None, step.quantized
         if part is not None:
@@ -301,6 +305,7 @@ class TableRun:
 
     def begin(self) -> None:
         """Run the steps before the first round, asynchronously on the current stream."""
+        # The mapped copies of a step need no round, so they run before its first one.
         if self._left:
             self._left[0][0].copy()
             self._advance()
@@ -328,6 +333,7 @@ class TableRun:
 
     def _advance(self) -> None:
         """End the steps of which all rounds have been loaded, and begin the next one."""
+        # A step without rounds ends at once, and so may several in a row.
         while self._left and not self._left[0][1]:
             bound, _ = self._left.popleft()
             bound.end(self._load_weights)

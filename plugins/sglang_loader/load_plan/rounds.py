@@ -77,6 +77,7 @@ def wired_steps(
     for step in table.steps:
         mapped = []
         sent: list[list[CopyFrom]] = [[] for _ in range(num_ranks)]
+        # A shard is mapped or sent as a whole, and so are the copies from it.
         for copy, shard in step.copies:
             if senders[shard] == MAPPED:
                 mapped.append((copy, shard))
@@ -91,6 +92,7 @@ def _rounds(sent: Sequence[Sequence[CopyFrom]], round_bytes: int) -> Iterator[Ro
     """Yield the rounds of one step, given the copies from the shards of each trainer rank."""
     total = sum(num_bytes_read(copy) for copies in sent for copy, _ in copies)
     num_rounds = -(-total // round_bytes)
+    # Each rank sends a part of its bytes in each round: in every round all links are busy.
     portions = [_portions(copies, num_rounds) for copies in sent]
     for number in range(num_rounds):
         parts: list[RoundPart] = []
@@ -107,9 +109,10 @@ def _rounds(sent: Sequence[Sequence[CopyFrom]], round_bytes: int) -> Iterator[Ro
 def _portions(copies: Sequence[CopyFrom], num: int) -> list[list[CopyFrom]]:
     """Divide copies into about equal portions."""
     total, taken = sum(num_bytes_read(copy) for copy, _ in copies), 0
+    # Counted from the start, so that rounding does not add up over the portions.
     ends = [total * (number + 1) // num for number in range(num)]
     portions: list[list[CopyFrom]] = [[] for _ in range(num)]
-    number, left = 0, list(reversed(copies))
+    number, left = 0, list(reversed(copies))  # a stack: tails of cut copies come next
     while left:
         copy, shard = left.pop()
         while number < num - 1 and taken >= ends[number]:
@@ -145,6 +148,7 @@ def cut_copy(copy: StridedCopy, nbytes: int) -> list[StridedCopy]:
         src, dst = copy.src + first * src_stride, copy.dst + first * dst_stride
         return replace(copy, src=src, dst=dst, dims=dims)
 
+    # Cut between two rows of the outermost dimension, or else within its first row.
     fitting = nbytes * count // available
     if fitting:
         return [rows(0, fitting), rows(fitting, count - fitting)]
@@ -176,6 +180,7 @@ def _packed(copies: Sequence[CopyFrom], first: int) -> tuple[RoundPart, list[Str
     for copy, shard in copies:
         unit = copy.unit
         within, length, moved, num_moved = _packed_dims(copy.dims, copy.run, unit)
+        # Two copies may read the same bytes, such as KV heads that are repeated.
         read = shard, copy.src, within, length, unit
         start = starts.get(read)
         if start is None:

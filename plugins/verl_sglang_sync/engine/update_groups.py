@@ -136,11 +136,13 @@ class UpdateGroups:
         meeting: MeetingPoint | None = None
         if self._rank == 0 and replicas is not None:
             chosen, meeting = self._current_or_new(replicas)
+        # The first rank chooses, as it alone knows the replicas.
         chosen = self._trainers.gather(chosen)[0]
         if self.current is None or chosen != self.current.name:
             self.abandon()
             if not isinstance(chosen, GroupPlace):
                 raise UpdateGroupError("the trainer's first rank could form no group of all ranks")
+            # In a thread, because a join can only be ended from outside.
             own = in_thread(partial(self._join, chosen), "weight-sync-join")
             if meeting is None or replicas is None:
                 self.current = self._follow(chosen, own)
@@ -174,6 +176,7 @@ class UpdateGroups:
             return self.current.name, None
         for replica in replicas:
             replica.client.run(operations.model_info())  # fail now if a server is gone
+        # Engines leave their old groups first. Each group holds threads, sockets and memory.
         if self.current is not None:
             self._dissolve(self.current)
         _leave_servers(replicas, self.abandoned)
@@ -196,6 +199,7 @@ class UpdateGroups:
         try:
             return UpdateGroup(place.name, own.result(self._timeout_s))
         except Exception as error:
+            # The join may still succeed later: then this process leaves at once.
             problem = repr(error) if own.done() else _too_late(self._timeout_s)
             own.add_done_callback(_leave_late)
             raise UpdateGroupError(f"{place.name} was not formed: {problem}") from None
@@ -208,6 +212,7 @@ class UpdateGroups:
         replicas: tuple[Replica, ...],
     ) -> UpdateGroup:
         """Request that all replicas join. Their ranks come after the trainer's."""
+        # The requests return when all have joined, so all must be under way together.
         joined: list[Future[Any]] = []
         rank_offset = self._num_trainers
         for replica in replicas:
@@ -259,6 +264,7 @@ def _why_not_formed(
     failure = own.exception() if own.done() else None
     if failure is not None:
         wait(joined, timeout=REPLY_S, return_when=FIRST_EXCEPTION)  # a replica may know better
+    # An engine that refused is the cause, the others are only late.
     for number, (replica, future) in enumerate(zip(replicas, joined, strict=True)):
         if future.done() and (error := future.exception()) is not None:
             return f"replica {number} ({replica.base_url}) did not join the update group: {error}"

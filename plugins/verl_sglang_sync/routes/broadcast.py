@@ -56,6 +56,7 @@ class GroupDelivery(Delivery):
 
     def _wait(self, num_receiving: int) -> None:
         """Wait until all engines receive this many buckets and another transfer may begin."""
+        # The limit is for each step, so a sync of any length may pass.
         deadline = time.monotonic() + self._limit_s
 
         def is_ready() -> bool | None:

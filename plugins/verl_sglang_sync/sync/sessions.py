@@ -202,6 +202,7 @@ class Sessions:
         Raises:
             RouteOutdated: an engine rank holds another load plan than the one of the proof.
         """
+        # Another plan may be as right, but no proof has shown that with this route.
         for engine_rank in self.engine_ranks if not proves else ():
             if engine_rank.session.plan != engine_rank.known.proven_plan:
                 raise RouteOutdated("an engine's load plan is not the one of the proof")
@@ -228,6 +229,7 @@ class Sessions:
         def has_read_all(session: TrainerSession) -> bool:
             return session.num_done == session.num_loads
 
+        # The engines check the number of tensors: a lost message must not end a sync early.
         for engine_rank in self.engine_ranks:
             with engine_rank.naming_errors():
                 engine_rank.session.finish(num_tensors=self.sent.num_tensors)
@@ -311,12 +313,14 @@ class Sessions:
             WeightSyncError: on every rank. Its cause is the exception of this rank, if any.
             Interrupted: instead of it, for an interrupt of this rank.
         """
+        # First agree that the sync has failed, so that no rank commits.
         is_own = not isinstance(error, RanksFailed)
         own = "".join(traceback.format_exception(error)) if is_own else ""
         try:
             self.ranks.check(error)
         except RanksFailed as failed:
             shared = failed
+        # With a rank gone nothing can be agreed on any more.
         if isinstance(shared, RankLost):
             self._abort(str(shared))
             served = MAY_SERVE if self.may_be_served else ""

@@ -41,6 +41,7 @@ def coalesce(copies: Sequence[StridedCopy]) -> list[StridedCopy]:
     No two of `copies` may write the same byte (see `find_overlapping`). Their sources may overlap.
     """
     joined = join_adjacent(copies)
+    # The first pass finds the rows of one expert, the second the experts of one layer.
     return fold_progressions(fold_progressions(joined))
 
 
@@ -131,6 +132,7 @@ def _count_repeats(copies: list[StridedCopy], at: int, period: int) -> int:
     strides = [_stride(copies, lane, period) for lane in range(at, at + period)]
     if any(src < 0 for src, _ in strides):  # torch has no negative strides
         return 1
+    # Each further copy must continue its own lane.
     while stop < len(copies):
         if _stride(copies, stop - period, period) != strides[(stop - at) % period]:
             break
@@ -152,7 +154,7 @@ def _clusters(copies: Sequence[StridedCopy]) -> list[list[int]]:
     """Return the indices of copies whose enclosing destination ranges form one connected range."""
     clusters: list[list[int]] = []
     ranges = [(copy.storage, *copy.dst_bounds()) for copy in copies]
-    reach = -1, 0
+    reach = -1, 0  # the storage, and the end of the last cluster in it
     for i in sorted(range(len(copies)), key=ranges.__getitem__):
         storage, start, stop = ranges[i]
         if (storage, start) >= reach:
@@ -166,4 +168,5 @@ def _really_overlap(copies: Sequence[StridedCopy]) -> bool:
     if sum(copy.num_dst_runs() for copy in copies) > MAX_EXPANDED_RUNS:
         return True
     runs = [copy.dst_runs() for copy in copies]
+    # Bytes that two copies write count once in the merged runs.
     return num_bytes(merge_runs(runs)) < sum(len(starts) * length for starts, length in runs)

@@ -87,6 +87,7 @@ def share_shards(
             block = table.block_of(Block.of(storage))
             if block is None or not _is_mappable(shard, device):
                 raise NotTraceable(f"{name} on {shard.device} cannot be mapped by other processes")
+            # torch's allocator puts many shards into one block, which is mapped once.
             position, _ = blocks.setdefault(block, (len(blocks), storage))
             place = position, shard.data_ptr() - block.address
         places.append(place)
@@ -100,6 +101,7 @@ def share_shards(
 def _is_mappable(shard: torch.Tensor, device: torch.device) -> bool:
     if shard.device.type != device.type:
         return False
+    # Only shared memory has a handle on a CPU. On a GPU all memory has one.
     if device.type == "cpu":
         return shard.is_shared() or HOST_MEMORY.file_of(shard.data_ptr()) is not None
     return device.index in (None, shard.device.index)

@@ -93,6 +93,7 @@ class SendPlan:
             for destination, rounds in sorted(zip(destinations, readers, strict=True), key=_first):
                 if number >= len(rounds):
                     continue
+                # Shards are numbered by parameter, so the number leads to the parameter.
                 for read in rounds[number].reads:
                     parameter = bisect_right(firsts, read.memory) - 1
                     copies.append((replace(read, start=start + read.start).as_copy(), parameter))
@@ -188,9 +189,11 @@ class Sender:
 
         No collective can then fail for a lack of scratch.
         """
+        # One round is packed while another is on its way.
         while len(self._scratch) < NUM_TRAVELLING:
             size = self.plan.largest
             self._scratch.append(torch.empty(size, dtype=torch.uint8, device=self._device))
+        # Shards of host memory are read through a view that the GPU has of it.
         with torch.no_grad():
             flat = [shard.contiguous().view(-1).view(torch.uint8) for shard in shards]
             self._memories = list(map(HOST_MEMORY.view_of, flat))

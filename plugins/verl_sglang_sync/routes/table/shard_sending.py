@@ -104,6 +104,7 @@ class ShardSending:
             listed, known = engine.session.rounds, engine.known
             assert listed is not None, "waited for"
             with engine.naming_errors():
+                # The data comes only if the trainer has other rounds, or none.
                 if listed.data is not None:
                     known.rounds = decode_rounds(listed.data, world_size())
                     known.rounds_digest = listed.digest
@@ -116,6 +117,7 @@ class ShardSending:
         Args:
             sent_to: this trainer rank's engine ranks that are sent to, by position.
         """
+        # The digests are small. The lists themselves travel only after a change.
         digests = {at: engine.known.rounds_digest for at, engine in sent_to.items()}
         listed = list(chain(*(of_rank.items() for of_rank in self._ranks.gather(digests))))
         if self.sender is not None and self._ranks.all(listed == self._listed_rounds):
@@ -131,6 +133,7 @@ class ShardSending:
         by_reader: dict[int, list[RoundPart]] = {}
         for data in all_to_all_bytes(parts, self._ranks, self._device):
             by_reader.update(decode_parts(data))
+        # The lists come from other processes, and name bytes of this rank's memory.
         check_parts(traced, chain(*by_reader.values()), own_rank())
         positions = [position for position, _ in listed]
         places, num_ranks = self._transport.destinations(positions)

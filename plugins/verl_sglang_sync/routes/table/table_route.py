@@ -152,6 +152,7 @@ class TableRoute(Route):
         unplanned = [each.saved_plan_misfits for each in export.loaded if not each.has_plan]
         gathered = self._ranks.gather((host_id(), hosts, unplanned))
         trainer_hosts, reader_hosts, all_unplanned = zip(*gathered, strict=True)
+        # Engine ranks are numbered over all trainer ranks, in the order of these.
         first = sum(map(len, reader_hosts[: own_rank()]))
         self._own_readers = range(first, first + len(hosts))
         self._prepared_for = known
@@ -166,6 +167,7 @@ class TableRoute(Route):
             self._first_reader,
             can_map=self._may_map,
         )
+        # If the shards of one rank differ from the export, no rank may use the route.
         reason = self._ranks.common_reason(self._difference(export) or self._make_plan())
         if reason is None:
             if (obstacle := self._choose_wires()) is not None:
@@ -321,7 +323,6 @@ class TableRoute(Route):
         traced, buckets, plan = self._source_map.traced, self._cutter.buckets, self._plan
         if plan is not None and plan.traced is traced and plan.buckets == buckets:
             return None
-
         self._plan, reason = attempt(partial(TablePlan.of, traced, buckets), NotTraceable)
         return reason
 
@@ -345,6 +346,7 @@ class TableRoute(Route):
         )
         if own is not None and shares:
             snapshot, own_table = own
+            # An engine rank may read shards of any trainer rank.
             tables = self._ranks.gather(own_table)
             plan, wires, readers = self._plan, self._wires, self._own_readers
             assert plan is not None and wires is not None, "both have located this rank's memory"
@@ -373,6 +375,7 @@ class TableRoute(Route):
             self._block_names = BlockNames()
         assert self._wires is not None, "the wires are chosen with the plan"
         mapping = self._wires.readers_of(own_rank())
+        # All is sent. The parameters may then have any addresses.
         if not mapping:
             return SourcesSnapshot(sources, with_addresses=False), NO_MEMORY
         share = partial(self._share_block, mapping if shares else (), handles)

@@ -78,6 +78,7 @@ class TableSource(SyncSource):
                     host=host,
                     num_ranks=world_size(),
                     round_bytes=max(1, self.context.settings.bucket_bytes // ROUNDS_PER_BUCKET),
+                    # The engine rank sends its list of rounds only if the digest differs.
                     rounds=engine.known.rounds_digest if engine.known.is_sent_to else None,
                 )
         if self.sending is not None:
@@ -85,6 +86,7 @@ class TableSource(SyncSource):
                 self.plan.traced, self.weights, engines, self.positions, self.report
             )
             self._rounds.run()
+        # For the report and for `Finish`: nothing was packed.
         for bucket in self.context.cutter.buckets:
             sessions.count(bucket)
 

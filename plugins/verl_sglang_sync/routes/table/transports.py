@@ -104,6 +104,7 @@ class _ExchangedRounds(RoundsInSync):
         nothing = [0] * sender.plan.num_ranks
         self._sizes = [each.sizes for each in own]
         self._num_own = len(own)
+        # The other ranks may have more rounds, in which this rank receives nothing.
         self._sizes += [nothing] * (sender.plan.num_rounds - self._num_own)
         self._next = 0
         ring.prepare(list(map(sum, self._sizes[: self._num_own])))
@@ -243,6 +244,7 @@ class _SentRounds(GroupDelivery, RoundsInSync):
         try:
             self._sender.pack(number)
         finally:  # even after a failure, because the other ranks would hang
+            # A trainer rank only sends.
             none = [0] * self._sender.plan.num_ranks
             work = self._sender.launch(number, self._nothing, none, self._group)
             self._travelling.append((number, Transfer(work, self._nothing.device)))
@@ -257,6 +259,7 @@ def count_pairs(report: SyncReport, engines: Sequence[EngineRank]) -> None:
     by_reader = []
     for engine in engines:
         payloads = [[0] * world_size(), *(each.payloads for each in engine.known.rounds)]
+        # Without the gaps: these are bytes of weights.
         by_reader.append([sum(of_rank) for of_rank in zip(*payloads, strict=True)])
     report.pair_bytes = [list(of_rank) for of_rank in zip(*by_reader, strict=True)]
     report.sent_bytes = sum(map(sum, report.pair_bytes))

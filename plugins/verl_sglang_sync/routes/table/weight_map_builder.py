@@ -83,12 +83,14 @@ def unquantized_layout(
     """
     if traced.quantization is None:
         return BucketLayout((), 0), frozenset()
+    # The export has each quantised tensor and its scales, maybe in different buckets.
     tensors = [tensor for bucket in buckets for tensor in bucket.layout.tensors]
     scales = {tensor.name for tensor in tensors if tensor.dtype == SCALES}
     before: list[TensorSpec] = []
     computed: set[str] = set()
     for tensor in tensors:
         origin, scale = traced.tensors.get(tensor.name), tensor.name + SCALE_SUFFIX
+        # A parameter that is trained in fp8 is exported as it is.
         if tensor.dtype != VALUES or origin is None or origin.dtype == VALUES:
             continue
         is_matrix = len(origin.shape) == 2 and 0 not in origin.shape
@@ -130,6 +132,7 @@ def pieces_of(
         if not tensor.nbytes:
             continue
         start = tensor.offset
+        # A tensor may be made of several parameters: Megatron exports the parts of a fused one.
         for origin in origins:
             owners, first = traced.owners[origin.parameter], firsts[origin.parameter]
             _add_pieces(pieces, start, origin, owners, first)
@@ -149,6 +152,7 @@ def _add_pieces(
         pieces.append(_spread(start, origin, owners, first_shard))
         return
     offset, left = origin.bytes.offset, origin.bytes.nbytes
+    # The bytes may run over the ends of several ranks' shards.
     while left:
         shard = owners.shard_of(offset)
         shard_start, shard_stop = owners.range_of(shard)
@@ -160,6 +164,7 @@ def _add_pieces(
 def _append(pieces: list[BucketPiece], piece: BucketPiece) -> None:
     """Add a dense piece, joined with the last one if both have the same distance in the shard."""
     last = pieces[-1] if pieces else None
+    # The map has far fewer pieces so: whole layers lie in one shard in the order of the export.
     if last is not None and not last.dims and last.slot == piece.slot:
         distance = piece.start - last.start
         if piece.offset - last.offset == distance:
@@ -203,9 +208,11 @@ def bases_for(
     first_blocks = _starts(
         [len(table.blocks) * wires.is_mapped(rank, reader) for rank, table in enumerate(tables)]
     )
+    # In the order in which `weight_map_of` numbers the shards.
     bases = []
     for parameter, owners in enumerate(traced.owners):
         for holders in owners.holders:
+            # With data parallelism several ranks hold the same shard.
             owner = wires.holder(holders, reader)
             if not wires.is_mapped(owner, reader):
                 bases.append((SENT, owner))

@@ -42,6 +42,7 @@ class Wires:
         Args:
             holders: the trainer ranks that hold the shard.
         """
+        # A copy that can be read in place costs no rank any work.
         mapped = [rank for rank in holders if self.is_mapped(rank, reader)]
         return nearest(mapped or holders, self.first_reader + reader)
 
