@@ -81,7 +81,7 @@ def _key(model, context):
     return {"rank": str(model.rank)}
 
 
-def _play_restarted(folder, wires, loaders, **settings):
+def _play_restarted(folder, wires, loaders, steps=STEPS, **settings):
     """What a rank sees before a restart, and after it, with a loader for each life."""
     lives = []
     variables = {LOAD_PLANS_VARIABLE: folder}
@@ -90,8 +90,9 @@ def _play_restarted(folder, wires, loaders, **settings):
             rank = RestartedRank(wires, "moe", **settings)
             rank.load_by(loader)
             rank.step()
-            for step in STEPS:
-                getattr(rank, step)()
+            for step in steps:
+                name, *arguments = (step,) if isinstance(step, str) else step
+                getattr(rank, name)(*arguments)
             for thread in threading.enumerate():
                 if thread.name == "save-load-plan":
                     thread.join()
@@ -147,3 +148,14 @@ def test_a_saved_plan_without_a_tensor_is_found(pool, tmp_path):
         assert after["routes"] == ["export", "pull", "export"]
         assert after["proven"] == [True, False, None] and after["state"] == "OFF"
         assert LEFT_OUT in after["off"] or "held" in after["off"]
+
+
+def test_a_replayed_export_proves_no_saved_plan(pool, tmp_path):
+    """The second sync, with the weights that would show it, is exported, as parameters are new."""
+    lives = PartialModel, EngineModel
+    steps = ("sync", "step", ("move", None, None, 1), "sync", "step", "sync")
+    play = partial(_play_restarted, steps=steps)
+    for _, (after, _) in pool.run(play, str(tmp_path / "plans"), "pull", lives):
+        assert after["errors"] == [] and not any(after["wrong"])
+        assert after["routes"] == ["export", "export", "export"]
+        assert after["proven"] == [True, False, None] and after["state"] == "OFF"

@@ -173,22 +173,25 @@ class WeightSync:
         """Send new weights, and prove what is not proven yet."""
         number = self._num_syncs + 1
         every = self._settings.prove_every_n_syncs
-        is_due = every > 0 and number % every == 0
-        is_due = is_due or (self._next_proof is not None and number >= self._next_proof)
+        # A proof that an earlier one asked for, as it could not show everything.
+        is_later_due = self._next_proof is not None and number >= self._next_proof
+        is_due = is_later_due or (every > 0 and number % every == 0)
         self._route.begin_sync()
         if is_due and not self._ranks.all(is_repeatable(task.weights)):
             warn_once(CANNOT_PROVE)
-            is_due = False
+            is_due = is_later_due = False
 
         sync_pass = self._bring(SyncPass(task, tries_route=True, due_proof_follows=is_due))
         is_due, is_proven = is_due or sync_pass.wants_proof, False
         while not sync_pass.by_route and self._route.state is RouteState.LEARNT:
-            if is_proven := self._prove_route(task):
+            if is_proven := self._prove_route(task, due_proof_follows=is_later_due):
                 break
             task.report.restart()
             sync_pass = self._bring(SyncPass(task, due_proof_follows=is_due))
             is_due = is_due or sync_pass.wants_proof
-        if is_due and not is_proven:
+        # The proof of the route does not stand for a later proof: a load plan may have loaded both
+        # the export and the proof, and what that plan leaves out has the right bytes in neither.
+        if is_later_due or (is_due and not is_proven):
             self._prove_served(task)
         if sync_pass.by_route:
             self._route.note_used()
@@ -223,15 +226,23 @@ class WeightSync:
         self._once(sync_pass)
         return sync_pass
 
-    def _prove_route(self, task: SyncTask) -> bool:
+    def _prove_route(self, task: SyncTask, *, due_proof_follows: bool) -> bool:
         """Send the weights that an export has just brought by the route that has learnt from it.
+
+        Args:
+            due_proof_follows: see `SyncPass`.
 
         Returns:
             False if the engines got other bytes, or none. Their weights are incomplete now, and
             their gates closed.
         """
         route = self._route
-        sync_pass = SyncPass(_without_report(task), tries_route=True, proof="route")
+        sync_pass = SyncPass(
+            _without_report(task),
+            tries_route=True,
+            proof="route",
+            due_proof_follows=due_proof_follows,
+        )
         try:
             with task.report.stage("prove"):
                 self._once(sync_pass)
