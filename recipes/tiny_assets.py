@@ -24,7 +24,13 @@ CHAT_TEMPLATE = (
 
 
 def make_assets(
-    folder: Path, *, architecture: str = "qwen3", tied: bool = False, layers: int = 2, seed: int = 0
+    folder: Path,
+    *,
+    architecture: str = "qwen3",
+    tied: bool = False,
+    layers: int = 2,
+    experts: int = 4,
+    seed: int = 0,
 ) -> None:
     """Write `folder/model`, `folder/train.parquet` and `folder/val.parquet`.
 
@@ -33,12 +39,14 @@ def make_assets(
         architecture: one of `ARCHITECTURES`.
         tied: share the embedding with the output layer.
         layers: of the model.
+        experts: of each layer of a "qwen3_moe".
         seed: of the random weights and prompts.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = byte_tokenizer()
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(_config(architecture, tied, layers, tokenizer))
+    config = _config(architecture, tied, layers, experts, tokenizer)
+    model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     rows = _prompts(random.Random(seed))
@@ -63,7 +71,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _config(
-    architecture: str, tied: bool, layers: int, tokenizer: PreTrainedTokenizerFast
+    architecture: str, tied: bool, layers: int, experts: int, tokenizer: PreTrainedTokenizerFast
 ) -> Qwen3Config | Qwen3MoeConfig:
     common: dict[str, Any] = {
         "vocab_size": 320,
@@ -84,7 +92,7 @@ def _config(
     if architecture == "qwen3_moe":
         return Qwen3MoeConfig(
             **common,
-            num_experts=4,
+            num_experts=experts,
             num_experts_per_tok=2,
             moe_intermediate_size=64,
             norm_topk_prob=True,

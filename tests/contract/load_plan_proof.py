@@ -10,9 +10,11 @@ import torch
 
 from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.quantization import Quantization
+from sglang_loader.load_plan import layer_templates
 from sglang_loader.load_plan.copy_table import CopyTable
 from sglang_loader.load_plan.destinations import collect_destinations, first_difference
 from sglang_loader.load_plan.executor import PlanExecutor
+from sglang_loader.session.recording import PlanRecorder
 from sglang_loader.upstream import engine_context
 from support.plan_check import differing, packed, planned, self_check, snapshot
 from support.scattered import Scattered
@@ -74,6 +76,27 @@ def prove_table(model, plan, before, buffers, expected):
     with mock.patch.object(CopyTable, "of", lambda *_: CopyTable(steps)):
         run_table(PlanExecutor(plan, model.load_weights), scattered, shards)
     assert differing(plan.destinations, expected), "a table without one copy went unnoticed"
+
+
+def prove_inferred(model, weights):
+    """Wherever the plan of a bucket is inferred from layers before, it is what a trace gives.
+
+    Returns:
+        The number of buckets whose plans are inferred.
+    """
+    buckets = [packed(weights[i : i + 3]) for i in range(0, len(weights), 3)]
+    plan = planned(model, *buckets)
+    recorder = PlanRecorder(model)
+    with mock.patch.object(layer_templates, "MIN_TENSORS", 1):
+        for (layout, buffer), traced in zip(buckets, plan.buckets, strict=True):
+            _, reason = recorder.record(layout, buffer)
+            assert reason is None, reason
+            inferred = recorder._buckets[-1]
+            for name in ("layout", "rest", "written", "live_in"):
+                assert getattr(inferred, name) == getattr(traced, name), name
+            assert set(inferred.copies) == set(traced.copies)
+    recorder.finish()
+    return recorder.num_inferred
 
 
 def prove_quantized(model, first, second, source, how):

@@ -11,7 +11,7 @@ import dataclasses
 import pytest
 import transformers
 
-from contract.load_plan_proof import LAYOUTS, prove
+from contract.load_plan_proof import LAYOUTS, prove, prove_inferred
 from contract.tiny_architecture_cases import CASES, case_named
 from contract.tiny_architectures import CannotBuild, Ranks, prepare_process, stop_process_groups
 from contract.tiny_engine import TinyEngine
@@ -44,6 +44,10 @@ DIVERSE = (
     "phi3",  # fused qkv
 )
 SOME = [case_named(name) for name in DIVERSE]
+TRACED_WHOLE = {"deepseek-v3", "qwen3-next"}
+"""Those of them of which no plan is inferred: each load derives weights of all layers, and the two
+layers are of two kinds.
+"""
 
 _proved = {}
 _not_built = {}
@@ -88,6 +92,12 @@ def test_a_complete_checkpoint_fits(built, uses_plan):
 def test_replay_is_byte_identical(built, how):
     prove(built.model, built.first, built.second, how)
     _proved.setdefault(built.name, set()).add(how)
+
+
+def test_an_inferred_plan_is_the_traced_plan(built):
+    num_inferred = prove_inferred(built.model, built.first)
+    if built.name in {case.name for case in SOME}:
+        assert (num_inferred > 0) is (built.name not in TRACED_WHOLE)
 
 
 @pytest.mark.parametrize(

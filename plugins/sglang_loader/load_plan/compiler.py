@@ -50,11 +50,11 @@ def compile_bucket(traced: TracedBucket) -> BucketPlan:
     # Divide the bucket's tensors into those that are only copied, and the rest.
     with_tensors = _with_temporaries(list(_with_tensors(live, traced.layout)))
     steps = [(step, tensors) for step, tensors in with_tensors if tensors]
-    candidates = [_as_copy(step) for step, _ in steps]
+    candidates = [as_copy(step) for step, _ in steps]
     copies, rest = _split_copies(steps, candidates)
     loaded = [step for step, tensors in steps if tensors & rest]
     coalesced = coalesce(copies)
-    written, live_in = _effects(coalesced, loaded)
+    written, live_in = effects_of(coalesced, loaded)
     # The rest goes through the scratch buffer to `load_weights`, which may change its arguments.
     left = [traced.layout.tensors[i] for i in sorted(rest)]
     scratch = BucketLayout.pack((t.name, t.shape, t.dtype) for t in left)
@@ -202,7 +202,7 @@ def _split_copies(
         rest |= left
 
 
-def _as_copy(step: Step) -> StridedCopy | None:
+def as_copy(step: Step) -> StridedCopy | None:
     """Return the step as a copy from the bucket into a destination, or None for another step."""
     if step.copied is None:
         return None
@@ -222,7 +222,7 @@ def _as_copy(step: Step) -> StridedCopy | None:
     return describe_copy(dst.index, src.region, dst.region, unit)
 
 
-def _effects(
+def effects_of(
     copies: Iterable[StridedCopy], steps: Iterable[Step]
 ) -> tuple[dict[int, tuple[Interval, ...]], dict[int, tuple[Interval, ...]]]:
     """Return two mappings from destination storages to byte ranges.

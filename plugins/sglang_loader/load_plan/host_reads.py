@@ -52,6 +52,15 @@ _WATCHED = {
 _SPLITS = (torch.tensor_split, torch.Tensor.tensor_split)
 _SPLIT_INDICES = "tensor_indices_or_sections"
 
+# Operators whose result is a number or a truth. A trace knows them by their tags.
+_DECISIONS = frozenset(
+    (
+        *(torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.__float__),
+        *(torch.Tensor.__index__, torch.Tensor.__contains__, torch.Tensor.equal, torch.equal),
+        *(torch.Tensor.allclose, torch.allclose),
+    )
+)
+
 Report = Callable[[str, torch.Tensor], None]
 """A callback that receives the name of the method and the tensor whose data Python read."""
 
@@ -122,6 +131,17 @@ class HostReadWatch(TorchFunctionMode):
             reports.clear()
             for (module, attribute, _), function in zip(places, originals, strict=True):
                 setattr(module, attribute, function)
+
+
+class LoadWatch(HostReadWatch):
+    """A watch of a load that no trace records. It also reports what operators read for Python."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _DECISIONS:
+            self._report_all(func.__name__, (args, kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 class DeferredScalar:

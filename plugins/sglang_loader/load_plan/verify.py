@@ -15,6 +15,10 @@ The check of one bucket:
 A write that the trace did not see (another thread, a kernel outside the dispatcher) leaves
 scrambled bytes behind. A missing or misplaced copy leaves the pattern. Digests are taken on the
 device. No host copy is made.
+
+A plan that was inferred (`layer_templates`) may also copy from another tensor of the same content.
+So each tensor is scrambled in a way of its own, and after step 2 the plan is replayed from the
+scrambled bucket, too. It may also write what `load_weights` never writes. So these bytes are saved.
 """
 
 from __future__ import annotations
@@ -67,6 +71,8 @@ def check_bucket(
     load_weights: LoadWeights,
     buffer: torch.Tensor,
     known: Digests | None = None,
+    *,
+    is_inferred: bool = False,
 ) -> str | None:
     """Prove one bucket's plan against the eager loader. Return the difference, or None.
 
@@ -77,6 +83,7 @@ def check_bucket(
         known: digests after the last check, if nothing was loaded since. Storages that the plan
             does not touch must still have these digests. Updated in place, and empty after a failed
             check.
+        is_inferred: no trace has seen how this bucket is loaded. See the module.
     """
     source = buffer[: bucket.layout.nbytes]
     load_weights(iter(bucket.layout.views(source.clone())))
@@ -88,11 +95,20 @@ def check_bucket(
 
     def differs() -> str | None:
         # Bytes that `load_weights` reads cannot be poisoned. They are saved for a failed check.
-        for storage, ranges in bucket.live_in.items():
+        for storage, ranges in (bucket.written if is_inferred else bucket.live_in).items():
             parts = [destinations.memory[storage][start:stop] for start, stop in ranges]
             saved.extend((part, part.clone()) for part in parts)
         # Steps 2 to 4 of the module's docstring.
-        load_weights(iter(bucket.layout.views(scramble(bucket.layout, source))))
+        scrambled = scramble(bucket.layout, source)
+        if is_inferred:
+            set_apart(bucket.layout, scrambled)
+        load_weights(iter(bucket.layout.views(scrambled.clone() if is_inferred else scrambled)))
+        if is_inferred:
+            expected = _digests(destinations, sorted(touched))
+            poison(bucket, destinations)
+            replay_once(bucket, destinations, load_weights, scrambled)
+            if _digests(destinations, sorted(touched)) != expected:
+                return "load_weights loads this layer otherwise than another one"
         poison(bucket, destinations)
         replay_once(bucket, destinations, load_weights, source)
         moved = first_difference(destinations, collect_destinations(model))
@@ -149,6 +165,18 @@ def scramble(layout: BucketLayout, buffer: torch.Tensor) -> torch.Tensor:
             # another sign, fraction and lowest bit of the exponent.
             words.bitwise_xor_(~_KEPT_BITS.get(dtype, 0))
     return copy
+
+
+def set_apart(layout: BucketLayout, scrambled: torch.Tensor) -> None:
+    """Change every byte of a scrambled bucket, so that no two tensors have the same content."""
+    # Two numbers for each tensor, one for each half of its bytes. None has the highest bit, which
+    # `scramble` has changed in wider types than fp8: so no byte is as it was.
+    for position, tensor in enumerate(layout.tensors):
+        numbers = divmod(position, 126)
+        middle = tensor.offset + -(-tensor.nbytes // 2)
+        halves = (tensor.offset, middle), (middle, tensor.offset + tensor.nbytes)
+        for number, (start, stop) in zip(numbers, halves, strict=True):
+            scrambled[start:stop].bitwise_xor_(1 + number % 126)
 
 
 def _real_dtype(tensor: BucketTensor) -> torch.dtype:

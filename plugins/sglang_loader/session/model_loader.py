@@ -527,11 +527,12 @@ class ModelLoader:
         self._unplannable = None
         unused = [name for uses in self.uses for name in uses.unused]
         logger.info(
-            "load plan of %s: %d copies in %d buckets, %d tensors left to load_weights, "
-            "ignored tensors: %s",
+            "load plan of %s: %d copies in %d buckets, of which %d are inferred from like "
+            "layers, %d tensors left to load_weights, ignored tensors: %s",
             type(self.model).__name__,
             plan.num_copies,
             len(plan.buckets),
+            self._recorder.num_inferred,
             plan.num_rest,
             listed(unused) or "none",
         )

@@ -1,11 +1,13 @@
 """Recording of a model's load plan while `load_weights` loads a sync, bucket by bucket.
 
 New buckets are traced even if no plan is wanted or possible, unless a saved plan is tried. The uses
-of their tensors show whether the tensors fit the model.
+of their tensors show whether the tensors fit the model. A bucket of layers that are like traced
+ones need not be traced: its plan is inferred (`load_plan.layer_templates`), and checked as any.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -18,11 +20,19 @@ from sglang_loader.common.digest import tensor_digest
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.load_plan.compiler import compile_bucket, join_buckets
 from sglang_loader.load_plan.destinations import Destinations
+from sglang_loader.load_plan.host_reads import LoadWatch
+from sglang_loader.load_plan.layer_templates import LayerTemplates
 from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, LoadWeights, PlanRefused
 from sglang_loader.load_plan.trace import TracedBucket
 from sglang_loader.load_plan.tracer import trace_bucket
 from sglang_loader.load_plan.uses import BucketUses, uses_of
 from sglang_loader.load_plan.verify import Digests, check_bucket
+
+logger = logging.getLogger(__name__)
+
+NamedTensor = tuple[str, torch.Tensor]
+
+_COUNTS = frozenset((torch.int32, torch.int64))
 
 
 class PlanRecorder:
@@ -33,11 +43,13 @@ class PlanRecorder:
 
     Attributes:
         load_weights: the model's method. Errors name the tensor.
+        num_inferred: the number of buckets of this sync whose plans were inferred.
     """
 
     def __init__(self, model: Any) -> None:
         self.load_weights = naming_tensors(model)
         self._model = model
+        self._may_infer = True  # until an inferred plan was wrong
         self.restart()
 
     def restart(self) -> None:
@@ -45,6 +57,8 @@ class PlanRecorder:
         self._digests: Digests = {}  # of the model, which may have changed since the last sync
         self._destinations: Destinations | None = None  # after the last traced bucket
         self._buckets: list[BucketPlan] = []
+        self._templates = LayerTemplates()
+        self.num_inferred = 0
 
     def trace(
         self, layout: BucketLayout, buffer: torch.Tensor
@@ -77,6 +91,8 @@ class PlanRecorder:
         Returns:
             The uses of its tensors, and the reason why it has no plan, or None.
         """
+        if (inferred := self._record_inferred(layout, buffer)) is not None:
+            return inferred, None
         traced, uses = self.trace(layout, buffer)
         if traced is None:
             return uses, str(uses.problem)
@@ -88,7 +104,68 @@ class PlanRecorder:
         if reason is not None:
             return BucketUses(layout, problem=reason), f"bucket {len(self._buckets)}: {reason}"
         self._buckets.append(bucket)
+        self._templates.add(traced, bucket)
         return uses, None
+
+    def _record_inferred(self, layout: BucketLayout, buffer: torch.Tensor) -> BucketUses | None:
+        """Load the next bucket, if a plan that is inferred for the bucket holds.
+
+        Returns:
+            The uses of its tensors, or None if the bucket must be traced.
+        """
+        if not self._may_infer or self._destinations is None:
+            return None
+        destinations = self._destinations
+        inferred = self._templates.infer(layout, destinations)
+        if inferred is None:
+            return None
+        contents = contents_of(self._model, layout, buffer)
+        reads: list[str] | None = None
+
+        def load_weights(named: Iterable[NamedTensor]) -> None:
+            nonlocal reads
+            if reads is None:  # the first load is of the true weights, as in a trace
+                reads = self._load_watched(named)
+            else:
+                self.load_weights(named)
+
+        reason = check_bucket(
+            *(self._model, inferred.plan, destinations, load_weights, buffer, self._digests),
+            is_inferred=True,
+        )
+        if reason is None and reads:
+            reason = f"Python reads the data of tensors ({reads[0]})"
+        if reason is not None:
+            # The next bucket would fail as well, after the time of its check.
+            self._may_infer = False
+            logger.info("load plans are not inferred from like layers: %s", reason)
+            return None
+        self._buckets.append(inferred.plan)
+        self.num_inferred += 1
+        return replace(inferred.uses, contents=contents)
+
+    def _load_watched(self, named: Iterable[NamedTensor]) -> list[str]:
+        """Load a bucket, and return the names of methods by which Python has read data."""
+        reads: list[str] = []
+        destinations = self._destinations
+        assert destinations is not None, "nothing is inferred before a trace"
+
+        def report(method: str, tensor: torch.Tensor) -> None:
+            with torch._C.DisableTorchFunction():
+                # SGLang reads where each expert lies, which is no data of the sync.
+                is_count = tensor.device.type == "cpu" and tensor.dtype in _COUNTS
+                address = tensor.untyped_storage().data_ptr()
+                if not is_count or address == bucket or destinations.find(address) is not None:
+                    reads.append(method)
+
+        pairs = list(named)
+        bucket = pairs[0][1].untyped_storage().data_ptr()
+        watch = LoadWatch(report)
+        with watch.watching():
+            self.load_weights(iter(pairs))
+        if watch.has_live_scalars:
+            reads.append("item")
+        return reads
 
     def finish(self) -> LoadPlan:
         """Return the plan of the sync, all of whose buckets must have been recorded.
@@ -113,9 +190,6 @@ def contents_of(model: Any, layout: BucketLayout, buffer: torch.Tensor) -> dict[
         for name, tensor in layout.views(buffer)
         if tuple(tensor.shape) in shapes
     }
-
-
-NamedTensor = tuple[str, torch.Tensor]
 
 
 def naming_tensors(model: Any) -> LoadWeights:
