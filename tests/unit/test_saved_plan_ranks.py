@@ -16,7 +16,7 @@ from sglang_loader.common.session.messages import (
     PROVING_SAVED_PLAN,
 )
 from sglang_loader.session import plan_store
-from unit.route_ranks import EngineModel, Rank, local_of
+from unit.route_ranks import TP, EngineModel, Rank, local_of
 
 STEPS = ("sync", "step", "sync", "step", "sync")
 LEFT_OUT = "model.layers.1.self_attn.o_proj.weight"
@@ -69,9 +69,15 @@ class RestartedRank(Rank):
                 if (local := local_of(parameter)).numel():
                     local.view(-1)[0] += 1 + number + dist.get_rank() / 8
 
-    def load_by(self, kind):
-        """Load by another version of the loader, of which the key of these tests has nothing."""
-        for model in self.engine.models if self.engine is not None else ():
+    def load_by(self, kinds):
+        """Load by other versions of the loader, of which the key of these tests has nothing.
+
+        Args:
+            kinds: of all TP ranks, or one of each.
+        """
+        kinds = kinds if isinstance(kinds, tuple) else (kinds,) * TP
+        models = self.engine.models if self.engine is not None else ()
+        for model, kind in zip(models, kinds, strict=False):
             model.__class__ = kind
             if kind is PaddedModel:
                 model.register_buffer("padding", torch.ones(1))
@@ -159,3 +165,12 @@ def test_a_replayed_export_proves_no_saved_plan(pool, tmp_path):
         assert after["errors"] == [] and not any(after["wrong"])
         assert after["routes"] == ["export", "export", "export"]
         assert after["proven"] == [True, False, None] and after["state"] == "OFF"
+
+
+def test_a_tp_rank_trusts_no_plan_alone(pool, tmp_path):
+    """The saved plan of TP rank 0 fails its proof, in which that of TP rank 1 seems to be good."""
+    lives = (ExchangedModel, PartialModel), EngineModel
+    for _, (after, _) in pool.run(_play_restarted, str(tmp_path / "plans"), "pull", lives):
+        assert after["errors"] == [] and not any(after["wrong"])
+        assert after["routes"] == ["export", "pull", "pull"]
+        assert after["proven"] == [True, None, None] and after["state"] == "PROVEN"

@@ -241,6 +241,14 @@ class ModelLoader:
             self._stored = plan
             self._store.save(plan, [self._uses_of_bucket[i] for i in range(len(plan.buckets))])
 
+    def forget_plan(self, reason: str) -> None:
+        """Drop the load plan here and in the store. The next sync is traced."""
+        self._uses_of_bucket = {}
+        if self._store is not None:
+            self._store.discard()
+        if self._checked is not None:
+            self._drop_plan(reason)
+
     def distrust_plan(self, reason: str) -> None:
         """Load all later syncs by `load_weights`. Call this after a sync by `load_weights`."""
         self._set_trust(_Trust.DISTRUSTED, reason)

@@ -143,6 +143,7 @@ class Session:
         self._outcome: SyncOutcome | None = None  # of a session that has loaded everything
         self.differing: list[str] = []
         self._needs_later_proof = False
+        self._trusted_here: list[ModelLoader] = []  # whose saved plans this session has proven
         self._seconds = dict.fromkeys(("waiting", "launching", "copying"), 0.0)
         self._has_released = self._has_failed = False
         self._channel = engine_end(descriptor.endpoint, is_signed=bool(descriptor.group))
@@ -210,6 +211,9 @@ class Session:
         if self._has_failed:
             return
         if failures:
+            # The saved plan of another TP rank may be wrong, and then this one as well.
+            for loader in self._trusted_here:
+                loader.forget_plan("its proof has failed on another TP rank")
             self._mapped.release_all()
         with suppress(SessionError), self._channel:  # the reply to the request reports it, too
             if failures:
@@ -284,6 +288,8 @@ class Session:
             # another proof, with other weights.
             self._needs_later_proof |= is_saved
             for loader in self._loaders if proves_route else ():
+                if loader.has_unproven_plan:
+                    self._trusted_here.append(loader)
                 loader.trust_plan()
             return
         if proves_route:  # nothing of this session may be served
