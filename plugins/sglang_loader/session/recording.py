@@ -129,17 +129,18 @@ class PlanRecorder:
             else:
                 self.load_weights(named)
 
+        # If the check raises, for a lack of memory, the sync is made again without it.
+        self._may_infer = False
         reason = check_bucket(
             *(self._model, inferred.plan, destinations, load_weights, buffer, self._digests),
             is_inferred=True,
         )
         if reason is None and reads:
             reason = f"Python reads the data of tensors ({reads[0]})"
-        if reason is not None:
-            # The next bucket would fail as well, after the time of its check.
-            self._may_infer = False
+        if reason is not None:  # the next bucket would fail as well, after the time of its check
             logger.info("load plans are not inferred from like layers: %s", reason)
             return None
+        self._may_infer = True
         self._buckets.append(inferred.plan)
         self.num_inferred += 1
         return replace(inferred.uses, contents=contents)

@@ -12,6 +12,8 @@ from torch import nn
 from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.load_plan import layer_templates
 from sglang_loader.load_plan.layer_templates import LayerTemplates
+from sglang_loader.load_plan.verify import check_bucket
+from sglang_loader.session import recording
 from sglang_loader.session.model_loader import ModelLoader
 from sglang_loader.session.recording import PlanRecorder
 from support.plan_check import packed
@@ -298,3 +300,21 @@ def test_an_odd_layer_is_traced_and_loaded_right(kind, alike):
         assert [name for name in held if not torch.equal(held[name], expected[name])] == []
     assert num_inferred[0] == 1, "the second layer alone"
     assert (loader.plan is None) is (kind in REFUSED)
+
+
+def test_after_a_check_breaks_all_is_traced(monkeypatch):
+    """The session fails, and makes its sync again."""
+
+    def failing(*args, is_inferred=False):
+        if is_inferred:
+            raise torch.OutOfMemoryError("no memory left")
+        return check_bucket(*args)
+
+    monkeypatch.setattr(recording, "check_bucket", failing)
+    recorder = recorded(Model(), WHOLE[:1])
+    with pytest.raises(torch.OutOfMemoryError):
+        recorder.record(*packed(WHOLE[1]))
+    recorder.restart()
+    reasons = [recorder.record(*packed(bucket))[1] for bucket in WHOLE]
+    assert reasons == [None] * len(WHOLE)
+    assert recorder.num_inferred == 0
