@@ -60,6 +60,9 @@ class SyncReport:
     engine_seconds: dict[str, float] = field(default_factory=dict)
     is_proven: bool | None = None
 
+    def __post_init__(self) -> None:
+        self.failed_stage: str | None = None  # the innermost stage that an error has ended
+
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Add the seconds of the body to stage `name`."""
@@ -68,6 +71,9 @@ class SyncReport:
         started = time.perf_counter()
         try:
             yield
+        except BaseException:
+            self.failed_stage = self.failed_stage or name
+            raise
         finally:
             spent = time.perf_counter() - started
             self.seconds[name] = self.seconds.get(name, 0.0) + spent
@@ -80,6 +86,7 @@ class SyncReport:
 
     def restart(self) -> None:
         """Reset all counts for a sync that is made again. Seconds go on adding up."""
+        self.failed_stage = None
         for counts in fields(self):
             # The type is text, because annotations are not evaluated in this module.
             if counts.type == "int":

@@ -106,6 +106,19 @@ class Losing(Watched):
         raise RankLost("rank 2 did not answer")
 
 
+def test_a_lost_rank_is_named_with_the_stage():
+    report = SyncReport(mode="flattened", replica=0)
+    sessions = Sessions(Losing([]), SETTINGS, report)
+    with pytest.raises(RankLost, match="It happened in stage commit of the sync"):
+        try:
+            with report.stage("prove"), report.stage("commit"):
+                raise IndexError
+        except IndexError as error:
+            sessions.fail(error, can_repeat=True)
+    report.restart()
+    assert report.failed_stage is None
+
+
 def test_nobody_is_asked_once_a_rank_is_lost():
     events = []
     sessions = Sessions(Losing(events), SETTINGS, SyncReport(mode="flattened", replica=0))

@@ -324,7 +324,9 @@ class Sessions:
         if isinstance(shared, RankLost):
             self._abort(str(shared))
             served = MAY_SERVE if self.may_be_served else ""
-            lost = RankLost("\n".join(filter(None, (str(shared), served, own))))
+            stage = self.report.failed_stage
+            where = f"It happened in stage {stage} of the sync." if stage else ""
+            lost = RankLost("\n".join(filter(None, (str(shared), where, served, own))))
             raise lost from shared.__cause__
         lost_servers, problem = attempt(partial(self._abort, str(shared)))
         cause = shared.__cause__
