@@ -295,6 +295,7 @@ class Rank:
             **keys,
         )
         self.route = self.weight_sync._route
+        assert self.route._round_bytes > ROUND_BYTES, "a setting that is read"
         self.route._round_bytes = ROUND_BYTES
         self.seen, self._kept, self._num_handles, self._has_stepped = Seen(), [], 0, False
         record, recover = self.route._record, self.route.recover

@@ -48,7 +48,7 @@ from verl_sglang_sync.routes.table.located import (
     share_shards,
 )
 from verl_sglang_sync.routes.table.shard_sending import ShardSending
-from verl_sglang_sync.routes.table.table_source import TableSource
+from verl_sglang_sync.routes.table.table_source import ROUNDS_PER_BUCKET, TableSource
 from verl_sglang_sync.routes.table.transports import Transport
 from verl_sglang_sync.routes.table.weight_map_builder import MemoryTable
 from verl_sglang_sync.routes.table.wires import Wires
@@ -87,6 +87,7 @@ class TableRoute(Route):
         self.sends = False
         self._may_map = "pull" in context.settings.routes
         self._may_send = "exchange" in context.settings.routes
+        self._round_bytes = max(1, context.settings.bucket_bytes // ROUNDS_PER_BUCKET)
         self._record = record
         self._context = context
         self._sending = ShardSending(context, transport)
@@ -126,6 +127,7 @@ class TableRoute(Route):
             locations=locations,
             sending=self._sending if self.sends else None,
             positions=self._own_readers,
+            round_bytes=self._round_bytes,
             weights=weights,
             report=report,
             keeps_mapped=keep_mapped,

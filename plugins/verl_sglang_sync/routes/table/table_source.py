@@ -31,6 +31,7 @@ class TableSource(SyncSource):
         sending: sends the shards that engine ranks cannot map. None if no engine rank of any
             trainer rank is sent shards.
         positions: of this rank's engine ranks among all engine ranks.
+        round_bytes: about the largest size of a round.
         keeps_mapped: the engines keep the blocks mapped that they read.
         note_read: is called when the engines serve what they have read.
     """
@@ -40,6 +41,7 @@ class TableSource(SyncSource):
     locations: ParameterLocations
     sending: ShardSending | None
     positions: Sequence[int]
+    round_bytes: int
     weights: Iterable[NamedTensor]
     report: SyncReport
     keeps_mapped: bool
@@ -77,7 +79,7 @@ class TableSource(SyncSource):
                     bases,
                     host=host,
                     num_ranks=world_size(),
-                    round_bytes=max(1, self.context.settings.bucket_bytes // ROUNDS_PER_BUCKET),
+                    round_bytes=self.round_bytes,
                     # The engine rank sends its list of rounds only if the digest differs.
                     rounds=engine.known.rounds_digest if engine.known.is_sent_to else None,
                 )
