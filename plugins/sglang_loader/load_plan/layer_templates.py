@@ -1,8 +1,8 @@
 """Plans of buckets without a trace: layers that load as a traced layer has loaded. Pure.
 
     templates = LayerTemplates()
-    templates.add(traced, bucket_plan)              # after the bucket's plan was checked
-    inferred = templates.infer(layout, destinations)      # None: the bucket must be traced
+    templates.add(traced, uses, bucket_plan)          # after the bucket's plan was checked
+    inferred = templates.infer(layout, destinations)  # None: the bucket must be traced
 
 Most layers of a model are of a few kinds, and `load_weights` loads all layers of a kind alike. A
 trace takes a time for each tensor, and a large MoE has 400 tensors a layer. So the copies of a
@@ -25,8 +25,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from msgspec.structs import replace
@@ -38,7 +37,7 @@ from sglang_loader.load_plan.compiler import as_copy, effects_of
 from sglang_loader.load_plan.destinations import Destinations
 from sglang_loader.load_plan.plan import NO_TENSORS, BucketPlan
 from sglang_loader.load_plan.trace import Space, TracedBucket, in_space
-from sglang_loader.load_plan.uses import BucketUses, TensorUse, uses_of
+from sglang_loader.load_plan.uses import BucketUses, TensorUse
 
 MIN_TENSORS = 64
 """The fewest tensors of a bucket that is not traced. The check takes more memory without a trace:
@@ -80,11 +79,13 @@ class _Template:
     """The copies by which `load_weights` loads one tensor of any layer.
 
     Attributes:
+        layer: the number of the traced layer.
         copies: by `_Name.kind` of the storage that they write. Sources count from the tensor's
             start, and `storage` is 0.
         use: the use of the tensor, or None if it was not read.
     """
 
+    layer: str = field(compare=False)
     copies: tuple[tuple[tuple[str, str], StridedCopy], ...]
     use: TensorUse | None
 
@@ -110,13 +111,14 @@ class LayerTemplates:
     def __init__(self) -> None:
         self._is_off = False
         # None: the tensor of one layer was loaded otherwise than that of another.
-        self._templates: dict[_Key, tuple[str, _Template] | None] = {}
+        self._templates: dict[_Key, _Template | None] = {}
         self._layers: tuple[Destinations, _Layers] | None = None  # of the last destinations
 
-    def add(self, traced: TracedBucket, plan: BucketPlan) -> None:
+    def add(self, traced: TracedBucket, uses: BucketUses, plan: BucketPlan) -> None:
         """Make templates of the tensors of a traced bucket.
 
         Args:
+            uses: of the tensors of the bucket.
             plan: the checked plan of the bucket.
         """
         is_computed = plan.live_in or any(write.sources for write in plan.left_out)
@@ -140,26 +142,22 @@ class LayerTemplates:
             others |= {ref.index for ref in in_space((*read, *targets), Space.DESTINATION)}
             for ref in in_space((*read, *step.writes), Space.BUCKET):
                 excluded.add(layout.tensors[layout.tensor_at(ref.region.offset)].name)
-        uses = uses_of(traced).tensors
         for position, tensor in enumerate(layout.tensors):
             name = _Name.of(tensor.name)
             if name is None:
                 continue
-            template: tuple[str, _Template] | None = None
             own = copies[position]
             places = [_Name.of(storages[copy.storage].name) for copy in own]
-            if tensor.name not in excluded and others.isdisjoint(copy.storage for copy in own):
-                kinds = [place.kind for place in places if place and place.number == name.number]
-                if len(kinds) == len(own):
-                    moved = [replace(c, src=c.src - tensor.offset, storage=0) for c in own]
-                    pairs = tuple(zip(kinds, moved, strict=True))
-                    template = name.number, _Template(pairs, uses.get(tensor.name))
-            self._note(_key_of(name, tensor), template)
-
-    def _note(self, key: _Key, template: tuple[str, _Template] | None) -> None:
-        known = self._templates.setdefault(key, template)
-        if known is not None and (template is None or known[1] != template[1]):
-            self._templates[key] = None
+            kinds = [place.kind for place in places if place and place.number == name.number]
+            is_plain = tensor.name not in excluded and len(kinds) == len(own)
+            template = None
+            if is_plain and others.isdisjoint(copy.storage for copy in own):
+                moved = [replace(copy, src=copy.src - tensor.offset, storage=0) for copy in own]
+                pairs = tuple(zip(kinds, moved, strict=True))
+                template = _Template(name.number, pairs, uses.tensors.get(tensor.name))
+            key = _key_of(name, tensor)
+            if self._templates.setdefault(key, template) != template:
+                self._templates[key] = None
 
     def infer(self, layout: BucketLayout, destinations: Destinations) -> Inferred | None:
         """Return the plan of a bucket, or None if a tensor of it fits no template.
@@ -176,14 +174,14 @@ class LayerTemplates:
         needed: set[str] = set()  # those of its tensors
         for tensor in layout.tensors:
             name = _Name.of(tensor.name)
-            known = self._templates.get(_key_of(name, tensor)) if name is not None else None
-            if name is None or known is None:
+            template = self._templates.get(_key_of(name, tensor)) if name is not None else None
+            if name is None or template is None:
                 return None
-            number, template = known
             needed.add(name.number)
             for (head, tail), copy in template.copies:
                 storage = layers.storages.get(head + name.number + tail)
-                if storage is None or not layers.are_alike((head, number), (head, name.number)):
+                pair = (head, template.layer), (head, name.number)
+                if storage is None or not layers.are_alike(*pair):
                     return None
                 copies.append(replace(copy, src=copy.src + tensor.offset, storage=storage))
                 loaded.add(name.number)
@@ -242,8 +240,6 @@ class _Layers:
         """Return True if two layers have the same parameters."""
         pair = first, second
         if pair not in self._are_alike:
-            empty: Mapping[str, object] = {}
-            parameters = self._parameters.get(first, empty)
-            others = self._parameters.get(second, empty)
-            self._are_alike[pair] = bool(parameters) and parameters == others
+            parameters = self._parameters.get(first)
+            self._are_alike[pair] = bool(parameters) and parameters == self._parameters.get(second)
         return self._are_alike[pair]

@@ -104,7 +104,8 @@ class PlanRecorder:
         if reason is not None:
             return BucketUses(layout, problem=reason), f"bucket {len(self._buckets)}: {reason}"
         self._buckets.append(bucket)
-        self._templates.add(traced, bucket)
+        if self._may_infer:
+            self._templates.add(traced, uses, bucket)
         return uses, None
 
     def _record_inferred(self, layout: BucketLayout, buffer: torch.Tensor) -> BucketUses | None:
@@ -125,7 +126,7 @@ class PlanRecorder:
         def load_weights(named: Iterable[NamedTensor]) -> None:
             nonlocal reads
             if reads is None:  # the first load is of the true weights, as in a trace
-                reads = self._load_watched(named)
+                reads = self._load_watched(named, destinations)
             else:
                 self.load_weights(named)
 
@@ -145,11 +146,9 @@ class PlanRecorder:
         self.num_inferred += 1
         return replace(inferred.uses, contents=contents)
 
-    def _load_watched(self, named: Iterable[NamedTensor]) -> list[str]:
+    def _load_watched(self, named: Iterable[NamedTensor], destinations: Destinations) -> list[str]:
         """Load a bucket, and return the names of methods by which Python has read data."""
         reads: list[str] = []
-        destinations = self._destinations
-        assert destinations is not None, "nothing is inferred before a trace"
 
         def report(method: str, tensor: torch.Tensor) -> None:
             with torch._C.DisableTorchFunction():
