@@ -220,10 +220,8 @@ class ModelLoader:
         was_unproven = self.has_unproven_plan
         self._set_trust(_Trust.DOUBTED, reason)
         if was_unproven:
-            self._uses_of_bucket = {}
-            if self._store is not None:
-                self._store.discard()
-        if self._checked is not None:
+            self.forget_plan(reason)
+        elif self._checked is not None:
             self._drop_plan(reason)
 
     def trust_plan(self) -> None:
