@@ -32,7 +32,8 @@ from support.megatron_trainer import ENVIRONMENT, Layout, MegatronActor  # noqa:
 from verl_sglang_sync.commands.bench.model_shapes import MODELS, tensor_shapes, write_config  # noqa: E402
 from verl_sglang_sync.commands.bench.results_file import hardware, print_table, write_results  # noqa: E402
 
-ARMS = (ranks.EXPORT_ONLY, "per_tensor", "flattened", "compiled")
+ARMS = (ranks.NATIVE, ranks.EXPORT_ONLY, *ranks.OURS)
+DEFAULT_ARMS = (ranks.EXPORT_ONLY, "per_tensor", "flattened", "compiled")
 STAGES = ("confirm", "export", "gather", "pack", "load")
 
 
@@ -83,7 +84,7 @@ def main() -> None:
     """Run all arms; see the module docstring."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=MODELS, default="small-moe")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=DEFAULT_ARMS)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--tp", type=int, default=1, help="of the trainer; likewise pp and ep")
     parser.add_argument("--pp", type=int, default=1)

@@ -4,6 +4,7 @@ N trainer ranks, N / T engines of T ranks each. All arms run in one run, one aft
 sync's seconds include the export. Arms besides `native`, which is verl's own, and the presets:
 `per_tensor` makes a bucket, and a request, of every tensor; where `compiled` reads in place,
 `compiled_exchanged` exchanges shards and `compiled_gathered` gathers all weights on every rank;
+`compiled_apart` takes each GPU for a host of its own, so that IPC between them is refused;
 `export_only` runs the export to its end and sends nothing; `all_gather_limit` gathers the same
 bytes in flat pieces, and `all_to_all_limit` gives each rank only its part of them.
 `host_copy_limit` copies each rank's part from pinned host memory.
@@ -17,14 +18,17 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from sglang_loader.common.copies.strided import synchronize_device
+from support.engine_loaders import HOST_LOADER
+from support.ipc import ask_engine
 from support.trainer import Ranks, TrainerRank
 from verl_sglang_sync.commands.bench.arms import (
     BUCKET_BYTES,
@@ -42,7 +46,9 @@ OURS: dict[str, dict[str, Any]] = {
     **{preset: {"mode": preset} for preset in ("flattened", "compiled")},
     "compiled_exchanged": {"mode": "compiled", "routes": ["exchange"]},
     "compiled_gathered": {"mode": "compiled", "routes": []},
+    "compiled_apart": {"mode": "compiled"},
 }
+APART = "compiled_apart"
 NATIVE, EXPORT_ONLY = "native", "export_only"
 LIMITS = ("all_gather_limit", "all_to_all_limit", HOST_COPY_LIMIT)
 NUM_WARM_UPS = 5  # ours: a plan, an arrangement, an exchange are each learned and proven in a sync
@@ -128,6 +134,7 @@ def _engines(
                     tp=tp,
                     first_gpu=first,
                     extra=(*DUMMY, *arguments),
+                    loaders=(HOST_LOADER,),
                     wait=False,
                 )
             ): log
@@ -153,14 +160,29 @@ def _measure_rank(
     for arm in arms:
         print(arm, flush=True)
         settings = {"bucket_bytes": bucket_bytes, **OURS.get(arm, {})}
-        step = _step(arm, rank, export, config, settings)
-        seen = _measure_arm(step, rank.device, NUM_WARM_UPS if arm in OURS else 1, runs)
+        with _apart(rank) if arm == APART else nullcontext():
+            step = _step(arm, rank, export, config, settings)
+            seen = _measure_arm(step, rank.device, NUM_WARM_UPS if arm in OURS else 1, runs)
         if rank.rank == 0:
             with lines.open("a") as file:
                 file.write(
                     json.dumps({"arm": arm, **seen, "bucket_bytes": settings["bucket_bytes"]})
                     + "\n"
                 )
+
+
+@contextmanager
+def _apart(rank: TrainerRank) -> Iterator[None]:
+    """Has this rank, and the engine ranks that it leads, each live on a host of its own."""
+    host = f"host {rank.rank}"
+    with mock.patch("verl_sglang_sync.routes.table.table_route.host_id", lambda: host):
+        try:
+            if rank.is_leader:
+                ask_engine(rank.client, rank.tp, HOST_LOADER, "apart")
+            yield
+        finally:
+            if rank.is_leader:
+                ask_engine(rank.client, rank.tp, HOST_LOADER, "here")
 
 
 def _measure_arm(step: Step, device: torch.device, warm_ups: int, runs: int) -> dict[str, Any]:
@@ -185,6 +207,7 @@ def _measure_arm(step: Step, device: torch.device, warm_ups: int, runs: int) -> 
         "runs": runs,
         "median_s": medians(timed),
         "warm_up_s": [seconds["sync"] for seconds in measured[:warm_ups]],
+        "first_sync_s": measured[0],
         "runs_s": timed,
         **notes,
     }

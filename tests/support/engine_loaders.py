@@ -66,11 +66,16 @@ _loads = {"begun": 0, "done": 0, "nth": 0, "seconds": 0.0}
 
 
 def live_on(_: Any, named_tensors: NamedTensors) -> None:
-    """Take this process to be on the host that is named, "here": where it is."""
+    """Take this process to be on the host that is named, "here": where it is, "apart": on a host
+    of its own, named after its GPU, or after its TP rank where there is none.
+    """
     from sglang_loader.common.shared_memory import host_id
     from sglang_loader.session import serve
 
     host = named_tensors[0][0]
+    if host == "apart":
+        on_gpus, ranks = torch.cuda.is_available(), torch.distributed
+        host = f"host {torch.cuda.current_device() if on_gpus else ranks.get_rank()}"
     serve.host_id = host_id if host == "here" else lambda: host
 
 

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 from tiny_assets import make_assets
 
 from sglang_loader.common.engine_settings import HostBackup
 from support.engine_loaders import HASH_LOADER
 from support.forks import CPU_ENVIRONMENT, Fork, python_path, serve
-from support.ipc import serialize_handles
+from support.ipc import ask_engine
 from support.trainer import CPU, Hashes, Ranks, TrainerRank, read_hashes
 from verl_sglang_sync.commands.bench.engine_server import engine_server, launch
 from verl_sglang_sync.engine.server_client import operations
@@ -68,12 +67,8 @@ class Served:
 
     def ask(self, loader: str, argument: str = "", limit_s: float = 60) -> None:
         """Run one of the tests' loaders (`engine_loaders`, `memory_loaders`) on every TP rank."""
-        torch.multiprocessing.set_sharing_strategy("file_system")
-        # One tensor for each TP rank, kept until the reply: the first to open a handle consumes it.
-        tensors = [torch.zeros(1) for _ in range(self.tp)]
-        handles = [serialize_handles([(argument, tensor)]) for tensor in tensors]
         client = SGLangServerClient(self.url, timeout_s=limit_s, **self.access)
-        client.run(operations.update_weights(handles, load_format=loader))
+        ask_engine(client, self.tp, loader, argument)
 
     def hashes(self, limit_s: float = 60) -> Hashes:
         """Of the engine's own tensors, taken in its processes, by TP rank."""

@@ -110,6 +110,7 @@ def run_arm(
         "runs_s": measured,
         "dtype": str(dtype),
         "warm_up_s": [times["sync"] for times in warm_ups],
+        "first_sync_s": warm_ups[0],
         "host_backup": arm.host_backup,
         "asleep_s": asleep_s,
         "host_bytes": host_bytes,
