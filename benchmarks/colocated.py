@@ -32,7 +32,6 @@ from verl_sglang_sync.commands.bench.arms import (  # noqa: E402
     ARMS,
     COPY_LIMIT,
     HOST_COPY_LIMIT,
-    SYNC_STAGES,
 )
 from verl_sglang_sync.commands.bench.colocated import ASLEEP_S, STAGES, measure  # noqa: E402
 from verl_sglang_sync.commands.bench.model_shapes import MODELS, write_config  # noqa: E402
@@ -89,7 +88,7 @@ def main() -> None:
             for row in rows:
                 row["is_offloaded"] = args.offload
             write_results(path, "colocated", rows)
-        print_table(rows, ("sync", *(f"sync_{stage}" for stage in SYNC_STAGES)))
+        print_table(rows, ("sync",))
         missing = {(model, arm) for model in args.models for arm in arms} - {
             (row["model"], row["arm"]) for row in rows
         }

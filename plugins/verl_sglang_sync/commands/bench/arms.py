@@ -30,7 +30,10 @@ from verl_sglang_sync.sync.sharding_manager import SGLangShardingManager
 from verl_sglang_sync.trainer_ranks import TrainerRanks
 
 BUCKET_BYTES = 2048 << 20
-SYNC_STAGES = ("open", "export", "confirm", "gather", "pack", "load", "commit", "publish", "prove")
+SYNC_STAGES = (
+    *("open", "export", "confirm", "plan", "gather", "pack", "send", "load"),
+    *("learn", "commit", "publish", "reply", "prove"),
+)
 COUNTS = (
     *("num_buckets", "num_replayed", "num_pulled", "num_exchanged", "num_sent"),
     *("sent_bytes", "eager_reason", "staging_bytes", "host_memory_bytes"),
