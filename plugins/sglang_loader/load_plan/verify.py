@@ -19,11 +19,16 @@ device. No host copy is made.
 A plan that was inferred (`layer_templates`) may also copy from another tensor of the same content.
 So each tensor is scrambled in a way of its own, and after step 2 the plan is replayed from the
 scrambled bucket, too. It may also write what `load_weights` never writes. So these bytes are saved.
+
+To digest all storages for each bucket takes longer than the loads. After an inferred plan only the
+storages that the plan touches are compared, which must also have been unchanged before step 1. The
+others are compared by `require_unchanged`, once for a run of such buckets. A write that it finds
+can't be mended any more, so the sync must be made again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TypeAlias
 
@@ -32,6 +37,7 @@ from torch import nn
 
 from sglang_loader.common.digest import digests_on_host
 from sglang_loader.common.layout import BucketLayout, BucketTensor
+from sglang_loader.common.naming import listed
 from sglang_loader.common.regions.intervals import subtract
 from sglang_loader.load_plan.destinations import (
     Destinations,
@@ -64,6 +70,37 @@ Digests: TypeAlias = dict[StorageEntry, tuple[int, ...]]
 """128 bits for the content of each storage after an eager load."""
 
 
+class UnseenWrite(RuntimeError):
+    """The load of an inferred bucket has written bytes that its plan does not write."""
+
+
+def require_unchanged(destinations: Destinations, known: Digests, storages: Iterable[int]) -> None:
+    """Check that nothing has written these storages since their last check.
+
+    Args:
+        known: see `check_bucket`. A storage without a digest is not checked.
+
+    Raises:
+        UnseenWrite: something has.
+    """
+    checked = [i for i in sorted(storages) if destinations.storages[i] in known]
+    names = _names_of_different(destinations, known, checked)
+    if names:
+        raise UnseenWrite(
+            f"load_weights has written {listed(names)} with tensors of other layers, which it does "
+            "not do for like layers. The sync that is made again infers no load plans"
+        )
+
+
+def _names_of_different(
+    destinations: Destinations, known: Digests, storages: Sequence[int]
+) -> list[str]:
+    """Return the names of the tensors in those storages that have not the known digests."""
+    digests = _digests(destinations, storages)
+    different = [i for i in storages if digests[entry := destinations.storages[i]] != known[entry]]
+    return [name for i in different for name in destinations.names_of(i)]
+
+
 def check_bucket(
     model: nn.Module,
     bucket: BucketPlan,
@@ -84,11 +121,16 @@ def check_bucket(
             does not touch must still have these digests. Updated in place, and empty after a failed
             check.
         is_inferred: no trace has seen how this bucket is loaded. See the module.
+
+    Raises:
+        UnseenWrite: this bucket, or one that was inferred before, is loaded otherwise.
     """
-    source = buffer[: bucket.layout.nbytes]
-    load_weights(iter(bucket.layout.views(source.clone())))
     known = {} if known is None else known
     storages, touched = destinations.storages, bucket.touched
+    if is_inferred:
+        require_unchanged(destinations, known, touched)
+    source = buffer[: bucket.layout.nbytes]
+    load_weights(iter(bucket.layout.views(source.clone())))
     new = [i for i, storage in enumerate(storages) if i in touched or storage not in known]
     known.update(_digests(destinations, new))
     saved: list[tuple[torch.Tensor, torch.Tensor]] = []  # a part of the model, and its old content
@@ -114,9 +156,8 @@ def check_bucket(
         moved = first_difference(destinations, collect_destinations(model))
         if moved is not None:
             return f"load_weights rebinds tensors: {moved}"
-        digests = _digests(destinations, range(len(storages)))
-        different = [i for i, storage in enumerate(storages) if digests[storage] != known[storage]]
-        names = [name for i in different for name in destinations.names_of(i)]
+        compared = sorted(touched) if is_inferred else range(len(storages))
+        names = _names_of_different(destinations, known, compared)
         if not names:
             return None
         return f"{len(names)} tensors differ from what load_weights loads: {', '.join(names[:3])}"
@@ -131,6 +172,8 @@ def check_bucket(
         for part, content in saved:
             part.copy_(content)
         load_weights(iter(bucket.layout.views(source.clone())))
+        if is_inferred:
+            require_unchanged(destinations, known, set(range(len(storages))) - touched)
         known.clear()
     return reason
 
@@ -171,12 +214,35 @@ def set_apart(layout: BucketLayout, scrambled: torch.Tensor) -> None:
     """Change every byte of a scrambled bucket, so that no two tensors have the same content."""
     # Two numbers for each tensor, one for each half of its bytes. None has the highest bit, which
     # `scramble` has changed in wider types than fp8: so no byte is as it was.
-    for position, tensor in enumerate(layout.tensors):
-        numbers = divmod(position, 126)
-        middle = tensor.offset + -(-tensor.nbytes // 2)
-        halves = (tensor.offset, middle), (middle, tensor.offset + tensor.nbytes)
-        for number, (start, stop) in zip(numbers, halves, strict=True):
-            scrambled[start:stop].bitwise_xor_(1 + number % 126)
+    numbers = [
+        (1 + first % 126, 1 + second % 126)
+        for first, second in (divmod(position, 126) for position in range(len(layout.tensors)))
+    ]
+    on_device = torch.tensor(numbers, dtype=torch.uint8).to(scrambled.device)
+    for positions in _alike_in_a_row(layout.tensors):
+        first = layout.tensors[positions.start]
+        rows = scrambled.as_strided(
+            size=(len(positions), first.nbytes),
+            stride=(first.nbytes, 1),
+            storage_offset=scrambled.storage_offset() + first.offset,
+        )
+        middle = -(-first.nbytes // 2)
+        of_rows = on_device[positions.start : positions.stop]
+        rows[:, :middle].bitwise_xor_(of_rows[:, :1])
+        rows[:, middle:].bitwise_xor_(of_rows[:, 1:])
+
+
+def _alike_in_a_row(tensors: Sequence[BucketTensor]) -> Iterator[range]:
+    """Yield the positions of tensors of one size that follow each other without a gap."""
+    start = 0
+    for stop in range(1, len(tensors) + 1):
+        if stop < len(tensors):
+            nbytes = tensors[start].nbytes
+            place = tensors[start].offset + (stop - start) * nbytes, nbytes
+            if (tensors[stop].offset, tensors[stop].nbytes) == place:
+                continue
+        yield range(start, stop)
+        start = stop
 
 
 def _real_dtype(tensor: BucketTensor) -> torch.dtype:

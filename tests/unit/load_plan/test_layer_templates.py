@@ -3,6 +3,7 @@
 All architectures: `tests/contract/test_load_plan_architectures`.
 """
 
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.load_plan import layer_templates
 from sglang_loader.load_plan.layer_templates import LayerTemplates
-from sglang_loader.load_plan.verify import check_bucket
+from sglang_loader.load_plan.verify import UnseenWrite, check_bucket
 from sglang_loader.session import recording
 from sglang_loader.session.model_loader import ModelLoader
 from sglang_loader.session.recording import PlanRecorder
@@ -289,17 +290,88 @@ def test_an_odd_layer_is_traced_and_loaded_right(kind, alike):
             buckets[2][1][1].copy_(buckets[2][0][1])
         if sync == 3:  # other decisions
             buckets = [[(name, tensor + 3) for name, tensor in bucket] for bucket in buckets]
-        loader.start({})
-        for index, bucket in enumerate(buckets):
-            layout, buffer = packed(bucket)
-            loader.load(index, layout, BucketSource.flat(buffer))
-            eager.load_weights([(name, tensor.clone()) for name, tensor in bucket])
+        writes_elsewhere = not sync and kind in (Misplacing, Summing)
+        # What the odd layer writes elsewhere can't be mended: the sync is made again.
+        with pytest.raises(UnseenWrite) if writes_elsewhere else nullcontext():
+            load(loader, buckets)
         num_inferred.append(loader._recorder.num_inferred)
-        loader.finish()
+        if writes_elsewhere:
+            load(loader, buckets)
+            assert loader._recorder.num_inferred == 0, "all are traced then"
+        for bucket in buckets:
+            eager.load_weights([(name, tensor.clone()) for name, tensor in bucket])
         held, expected = model.state_dict(), eager.state_dict()
         assert [name for name in held if not torch.equal(held[name], expected[name])] == []
-    assert num_inferred[0] == 1, "the second layer alone"
+    # The check of the odd layer sees what is written into its own storages alone.
+    assert num_inferred[0] == (2 if kind is Summing else 1)
     assert (loader.plan is None) is (kind in REFUSED)
+
+
+def load(loader, buckets, **options):
+    """One sync."""
+    loader.start({}, **options)
+    for index, bucket in enumerate(buckets):
+        layout, buffer = packed(bucket)
+        loader.load(index, layout, BucketSource.flat(buffer))
+    loader.finish()
+
+
+class Leaking(Odd):
+    """The third layer's tensors are also written where `leaks_into` says."""
+
+    leaks_into = "elsewhere"
+
+    def load_oddly(self, number, layer, leaf, tensor):
+        self.load_alike(layer, leaf, tensor)
+        self.state_dict()[self.leaks_into].fill_(tensor.sum())
+
+
+@pytest.mark.parametrize(
+    ("leaks_into", "order", "seen_at"),
+    [
+        ("elsewhere", [0, 1, 2], "finish"),
+        ("elsewhere", [0, 2, 1], "finish"),
+        ("elsewhere", [0, 2, 1, "norm"], 3),  # which is traced
+        ("layers.0.scale", [0, 1, 2], "finish"),
+        ("layers.1.scale", [0, 2, 1], 2),  # which is inferred, and loads that storage
+    ],
+)
+def test_what_an_inferred_bucket_leaks_fails_the_sync(leaks_into, order, seen_at):
+    model, eager = Leaking(), Leaking()
+    model.leaks_into = eager.leaks_into = leaks_into
+    buckets = [NORM if number == "norm" else layer(number) for number in order]
+    loader = ModelLoader(model)
+    with pytest.raises(UnseenWrite, match=leaks_into):
+        load(loader, buckets)
+    assert len(loader.uses) == (len(order) if seen_at == "finish" else seen_at)
+    load(loader, buckets)  # made again
+    assert loader._recorder.num_inferred == 0
+    for bucket in buckets:
+        eager.load_weights(bucket)
+    expected = eager.state_dict()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_leak_before_a_failed_plan_is_seen():
+    """The bucket whose inferred plan fails is not the one that leaked."""
+    model = Leaking()
+    model.leaks_into = "elsewhere"
+    model.layers.append(Layer())
+    original = model.load
+
+    def load_fourth(number, layer, leaf, tensor):
+        original(number, layer, leaf, -tensor if number == 3 else tensor)
+
+    model.load = load_fourth
+    with pytest.raises(UnseenWrite, match="elsewhere"):
+        load(ModelLoader(model), [layer(0), layer(2), layer(3)])
+
+
+def test_sync_that_cannot_repeat_infers_nothing():
+    loader = ModelLoader(Leaking())
+    load(loader, WHOLE, can_repeat=False)
+    assert loader._recorder.num_inferred == 0 and loader.plan is not None
 
 
 def test_after_a_check_breaks_all_is_traced(monkeypatch):
