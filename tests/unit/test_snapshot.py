@@ -106,6 +106,29 @@ def test_no_storage_inherits_a_freed_ones_identity(is_taken):
     assert (num_reused == 0) == is_taken, "without the reference it is reused"
 
 
+def test_held_memory_outlives_its_tensors():
+    module = make_module()
+    snapshot = SourcesSnapshot(module_state(module)())
+    held = snapshot.hold()
+    scale, address = module[1].scale, module[1].scale.data_ptr()
+    scale.fill_(3)
+    module[1].scale = torch.zeros(2)
+    del scale
+    assert address in [storage.data_ptr() for storage in held]
+    [storage] = [storage for storage in held if storage.data_ptr() == address]
+    assert torch.tensor([], dtype=torch.float32).set_(storage).tolist() == [3, 3]
+
+
+def test_freed_memory_cannot_be_held():
+    module = make_module()
+    snapshot = SourcesSnapshot(module_state(module)())
+    without_addresses = SourcesSnapshot(module_state(module)(), with_addresses=False)
+    module[1].scale = torch.zeros(2)
+    with pytest.raises(SourcesChanged, match=r"1\.scale is not where it was"):
+        snapshot.hold()
+    assert without_addresses.hold() == []
+
+
 def _sharded(placement, mesh=None, shape=(4, 4)):
     """A tensor whose local part is the same in all cases."""
     mesh = mesh or init_device_mesh("cpu", (1,))

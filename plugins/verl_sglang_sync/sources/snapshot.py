@@ -101,6 +101,24 @@ class SourcesSnapshot:
             which = "what or where" if self._with_addresses else "what"
             raise SourcesChanged(f"{changed} is not {which} it was when the export was traced")
 
+    def hold(self) -> list[torch.UntypedStorage]:
+        """Return the storages of a snapshot with addresses. Their memory stays as they live.
+
+        The trainer is not asked for its tensors, which takes milliseconds: whether these are still
+        the ones of the snapshot is not known.
+
+        Raises:
+            SourcesChanged: the memory of a tensor was freed.
+        """
+        held: list[torch.UntypedStorage] = []
+        names = self._names if self._with_addresses else ()
+        for name, ref in zip(names, self._refs, strict=True):
+            storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+            if storage is None:
+                raise SourcesChanged(f"{name} is not where it was when the export was traced")
+            held.append(storage)
+        return held
+
     def _first_change(self, tensors: Mapping[str, torch.Tensor]) -> str | None:
         if list(tensors) != self._names:
             numbers = f"{len(self._names)} then, {len(tensors)} now"

@@ -53,14 +53,14 @@ class TableSource(SyncSource):
         self.is_collective = self.sending is not None
 
     def start(self) -> None:
-        """Wait for the work on this rank that writes the parameters, and hold the parameters.
+        """Wait for the work on this rank that writes the parameters, and hold their memory.
 
         Engines may read after all ranks have taken this step. If a parameter is replaced during the
-        sync, its memory is not freed while engines read.
+        sync, its memory is not freed while engines read. Whether one was replaced before is found
+        by `confirm`, as engines read.
         """
         synchronize_device(self.context.device)  # an optimizer may work on a stream of its own
-        with self.report.stage("confirm"):
-            self._sources = require_sources(self.weights)()
+        self._held = self.locations.snapshot.hold()
 
     def send(self, sessions: Sending, delivery: Delivery) -> None:
         """Request the engines to load all shards, and send those that an engine cannot map.
@@ -97,7 +97,7 @@ class TableSource(SyncSource):
         with self.report.stage("confirm"):
             if self.context.cutter.buckets != self.plan.buckets:
                 raise SourcesChanged("the export is cut into other buckets")
-            self.locations.snapshot.require_unchanged(self._sources)
+            self.locations.snapshot.require_unchanged(require_sources(self.weights)())
 
     def drain(self) -> None:
         """Drop the handles if the sync has failed before any engine got a handle.
