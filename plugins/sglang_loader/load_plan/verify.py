@@ -22,12 +22,13 @@ scrambled bucket, too. It may also write what `load_weights` never writes. So th
 
 To digest all storages for each bucket takes longer than the loads. After an inferred plan only the
 storages that the plan touches are compared, which must also have been unchanged before step 1. The
-others are compared by `require_unchanged`, once for a run of such buckets. A write that it finds
+others are compared by `require_untouched`, once for a run of such buckets. A write that it finds
 can't be mended any more, so the sync must be made again.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TypeAlias
@@ -63,6 +64,7 @@ _MIRRORS = {  # infinities and NaNs lie above the finite numbers, or at 0x80
     torch.float8_e4m3fnuz: 0,
     torch.float8_e5m2fnuz: 0,
 }
+_ONE_IN_EACH_BYTE = 0x0101010101010101
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -71,25 +73,37 @@ Digests: TypeAlias = dict[StorageEntry, tuple[int, ...]]
 
 
 class UnseenWrite(RuntimeError):
-    """The load of an inferred bucket has written bytes that its plan does not write."""
+    """The load of an inferred bucket has changed what its plan does not write."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"load_weights {what} with tensors of other layers, which it does not do for like "
+            "layers. The sync that is made again infers no load plans"
+        )
 
 
-def require_unchanged(destinations: Destinations, known: Digests, storages: Iterable[int]) -> None:
-    """Check that nothing has written these storages since their last check.
+def require_untouched(model: nn.Module, destinations: Destinations, known: Digests) -> None:
+    """Check that nothing has changed a model since the last check of each storage.
 
     Args:
+        destinations: the storages of the model as of the last trace.
         known: see `check_bucket`. A storage without a digest is not checked.
 
     Raises:
         UnseenWrite: something has.
     """
+    moved = first_difference(destinations, collect_destinations(model))
+    if moved is not None:
+        raise UnseenWrite(f"has rebound a tensor ({moved})")
+    _require_unchanged(destinations, known, range(len(destinations.storages)))
+
+
+def _require_unchanged(destinations: Destinations, known: Digests, storages: Iterable[int]) -> None:
+    """Check that nothing has written these storages since their last check."""
     checked = [i for i in sorted(storages) if destinations.storages[i] in known]
     names = _names_of_different(destinations, known, checked)
     if names:
-        raise UnseenWrite(
-            f"load_weights has written {listed(names)} with tensors of other layers, which it does "
-            "not do for like layers. The sync that is made again infers no load plans"
-        )
+        raise UnseenWrite(f"has written {listed(names)}")
 
 
 def _names_of_different(
@@ -128,7 +142,7 @@ def check_bucket(
     known = {} if known is None else known
     storages, touched = destinations.storages, bucket.touched
     if is_inferred:
-        require_unchanged(destinations, known, touched)
+        _require_unchanged(destinations, known, touched)
     source = buffer[: bucket.layout.nbytes]
     load_weights(iter(bucket.layout.views(source.clone())))
     new = [i for i, storage in enumerate(storages) if i in touched or storage not in known]
@@ -153,10 +167,12 @@ def check_bucket(
                 return "load_weights loads this layer otherwise than another one"
         poison(bucket, destinations)
         replay_once(bucket, destinations, load_weights, source)
-        moved = first_difference(destinations, collect_destinations(model))
-        if moved is not None:
-            return f"load_weights rebinds tensors: {moved}"
-        compared = sorted(touched) if is_inferred else range(len(storages))
+        compared: Sequence[int] = sorted(touched)
+        if not is_inferred:
+            compared = range(len(storages))
+            moved = first_difference(destinations, collect_destinations(model))
+            if moved is not None:
+                return f"load_weights rebinds tensors: {moved}"
         names = _names_of_different(destinations, known, compared)
         if not names:
             return None
@@ -173,7 +189,7 @@ def check_bucket(
             part.copy_(content)
         load_weights(iter(bucket.layout.views(source.clone())))
         if is_inferred:
-            require_unchanged(destinations, known, set(range(len(storages))) - touched)
+            _require_unchanged(destinations, known, set(range(len(storages))) - touched)
         known.clear()
     return reason
 
@@ -214,22 +230,20 @@ def set_apart(layout: BucketLayout, scrambled: torch.Tensor) -> None:
     """Change every byte of a scrambled bucket, so that no two tensors have the same content."""
     # Two numbers for each tensor, one for each half of its bytes. None has the highest bit, which
     # `scramble` has changed in wider types than fp8: so no byte is as it was.
-    numbers = [
-        (1 + first % 126, 1 + second % 126)
-        for first, second in (divmod(position, 126) for position in range(len(layout.tensors)))
-    ]
-    on_device = torch.tensor(numbers, dtype=torch.uint8).to(scrambled.device)
+    pairs = [divmod(position, 126) for position in range(len(layout.tensors))]
+    numbers = torch.tensor(pairs).remainder_(126).add_(1).mul_(_ONE_IN_EACH_BYTE)
+    numbers = numbers.to(scrambled.device)
     for positions in _alike_in_a_row(layout.tensors):
         first = layout.tensors[positions.start]
-        rows = scrambled.as_strided(
-            size=(len(positions), first.nbytes),
-            stride=(first.nbytes, 1),
-            storage_offset=scrambled.storage_offset() + first.offset,
-        )
         middle = -(-first.nbytes // 2)
-        of_rows = on_device[positions.start : positions.stop]
-        rows[:, :middle].bitwise_xor_(of_rows[:, :1])
-        rows[:, middle:].bitwise_xor_(of_rows[:, 1:])
+        # The widest words of which both halves are whole numbers: few elements are quick.
+        begin = scrambled.storage_offset() + first.offset
+        word = _INTEGERS[math.gcd(8, begin, first.nbytes, middle)]
+        data = scrambled[first.offset : first.offset + len(positions) * first.nbytes].view(word)
+        rows = data.view(len(positions), first.nbytes // word.itemsize)
+        of_rows = numbers[positions.start : positions.stop].to(word)
+        rows[:, : middle // word.itemsize].bitwise_xor_(of_rows[:, :1])
+        rows[:, middle // word.itemsize :].bitwise_xor_(of_rows[:, 1:])
 
 
 def _alike_in_a_row(tensors: Sequence[BucketTensor]) -> Iterator[range]:

@@ -48,7 +48,7 @@ from sglang_loader.load_plan.rounds import Round
 from sglang_loader.load_plan.saved_plan import SavedPlan
 from sglang_loader.load_plan.uses import BucketUses
 from sglang_loader.session.plan_store import PlanStore
-from sglang_loader.session.recording import PlanRecorder, contents_of
+from sglang_loader.session.recording import PlanRecorder
 
 logger = logging.getLogger(__name__)
 
@@ -553,7 +553,7 @@ class ModelLoader:
             # A loader may change its tensors, or keep them, and the trainer writes into a buffer
             # again once it was read.
             if earlier.contents:  # of the same tensors as now, with other bytes
-                contents = contents_of(self.model, layout, buffer)
+                contents = self._recorder.contents_of(layout, buffer)
                 self._uses_of_bucket[index] = replace(earlier, contents=contents)
             self._recorder.load_weights(layout.views(buffer[: layout.nbytes].clone()))
         self.uses.append(self._uses_of_bucket[index])

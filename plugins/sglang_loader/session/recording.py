@@ -26,7 +26,7 @@ from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, LoadWeights, Plan
 from sglang_loader.load_plan.trace import TracedBucket
 from sglang_loader.load_plan.tracer import trace_bucket
 from sglang_loader.load_plan.uses import BucketUses, uses_of
-from sglang_loader.load_plan.verify import Digests, check_bucket, require_unchanged
+from sglang_loader.load_plan.verify import Digests, check_bucket, require_untouched
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +50,12 @@ class PlanRecorder:
         self.load_weights = naming_tensors(model)
         self._model = model
         self._may_infer = True  # until an inferred plan was wrong
+        # SGLang's vocabulary embeddings have these two attributes.
+        self._vocabularies = {
+            (module.org_vocab_size, module.embedding_dim)
+            for module in model.modules()
+            if hasattr(module, "org_vocab_size") and hasattr(module, "embedding_dim")
+        }
         self.restart()
 
     def restart(self, *, can_repeat: bool = True) -> None:
@@ -73,7 +79,7 @@ class PlanRecorder:
 
         The trace is None if no trace is possible.
         """
-        contents = contents_of(self._model, layout, buffer)  # before the loader may change them
+        contents = self.contents_of(layout, buffer)  # before the loader may change them
         try:
             traced = trace_bucket(
                 self._model, self.load_weights, layout, buffer, self._destinations
@@ -131,7 +137,7 @@ class PlanRecorder:
         inferred = self._templates.infer(layout, destinations)
         if inferred is None:
             return None
-        contents = contents_of(self._model, layout, buffer)
+        contents = self.contents_of(layout, buffer)
         reads: list[str] | None = None
 
         def load_weights(named: Iterable[NamedTensor]) -> None:
@@ -164,8 +170,7 @@ class PlanRecorder:
             return
         assert self._destinations is not None
         may_infer, self._may_infer = self._may_infer, False  # if the check raises
-        storages = range(len(self._destinations.storages))
-        require_unchanged(self._destinations, self._digests, storages)
+        require_untouched(self._model, self._destinations, self._digests)
         self._may_infer, self._checks_others = may_infer, False
 
     def _load_watched(self, named: Iterable[NamedTensor], destinations: Destinations) -> list[str]:
@@ -189,6 +194,17 @@ class PlanRecorder:
             reads.append("item")
         return reads
 
+    def contents_of(self, layout: BucketLayout, buffer: torch.Tensor) -> dict[str, str]:
+        """Return the `BucketUses.contents` of a bucket."""
+        shapes = self._vocabularies
+        if all(tensor.shape not in shapes for tensor in layout.tensors):
+            return {}
+        return {
+            name: f"{list(tensor.shape)} {tensor.dtype} {tensor_digest(tensor).tolist()}"
+            for name, tensor in layout.views(buffer)
+            if tuple(tensor.shape) in shapes
+        }
+
     def finish(self) -> LoadPlan:
         """Return the plan of the sync, all of whose buckets must have been recorded.
 
@@ -199,21 +215,6 @@ class PlanRecorder:
         assert self._destinations is not None, "a plan needs at least one bucket"
         self._check_others()
         return join_buckets(self._buckets, self._destinations)
-
-
-def contents_of(model: Any, layout: BucketLayout, buffer: torch.Tensor) -> dict[str, str]:
-    """Return the `BucketUses.contents` of a bucket."""
-    # SGLang's vocabulary embeddings have these two attributes.
-    shapes = {
-        (module.org_vocab_size, module.embedding_dim)
-        for module in model.modules()
-        if hasattr(module, "org_vocab_size") and hasattr(module, "embedding_dim")
-    }
-    return {
-        name: f"{list(tensor.shape)} {tensor.dtype} {tensor_digest(tensor).tolist()}"
-        for name, tensor in layout.views(buffer)
-        if tuple(tensor.shape) in shapes
-    }
 
 
 def naming_tensors(model: Any) -> LoadWeights:
