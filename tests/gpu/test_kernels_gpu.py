@@ -11,7 +11,7 @@ from unit.test_fused_copies import check_kernel
 
 
 def test_the_compiled_kernel_finds_what_torch_does():
-    assert module._is_available(torch.device("cuda", torch.cuda.current_device()))
+    assert module.is_available(torch.device("cuda", torch.cuda.current_device()))
     check("cuda")
 
 
@@ -29,7 +29,7 @@ def test_places_that_need_more_than_31_bits_count():
 def test_a_kernel_with_another_result_is_not_used(monkeypatch, caplog):
     device = torch.device("cuda", torch.cuda.current_device())
     data = random_bytes(1000)
-    module._is_available.cache_clear()
+    module.is_available.cache_clear()
     monkeypatch.setattr(module, "_by_kernel", lambda storages: torch.zeros(1, 2, device=device))
     try:
         found = digests([data.to(device)])
@@ -39,7 +39,7 @@ def test_a_kernel_with_another_result_is_not_used(monkeypatch, caplog):
         assert fallbacks[0] in caplog.text
         assert torch.equal(found.cpu(), digests([data]))
     finally:
-        module._is_available.cache_clear()
+        module.is_available.cache_clear()
         fallbacks.clear()
 
 

@@ -427,6 +427,17 @@ def test_who_backs_up_the_weights(value, arguments, stock, ours, monkeypatch):
     assert (backup and backup.policy) == ours
 
 
+@pytest.mark.parametrize(("value", "devices"), [("auto", [torch.device("cpu")]), ("on", [])])
+def test_mode_compiled_compiles_kernels_at_launch(monkeypatch, value, devices):
+    """A first sync would wait for them. The variable is of the mode, see `config`."""
+    compiled = []
+    monkeypatch.setenv(HOST_BACKUP_VARIABLE, value)
+    monkeypatch.setattr(hooks, "under_weights_tag", reachable)
+    monkeypatch.setattr(hooks, "compile_kernels", compiled.append)
+    hooks.load_model(Runner.load, Runner())
+    assert compiled == devices, "the model's"
+
+
 def test_memory_missing_after_loading_is_an_error(monkeypatch):
     """Neither SGLang nor we would save it."""
     runner = Runner()

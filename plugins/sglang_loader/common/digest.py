@@ -52,7 +52,7 @@ def digests(storages: Sequence[torch.Tensor]) -> torch.Tensor:
         data.clone() if data.data_ptr() % 8 or data.storage_offset() % 8 else data
         for data in storages
     ]
-    if _is_available(aligned[0].device):
+    if is_available(aligned[0].device):
         return _by_kernel(aligned)
     return torch.stack([_by_torch(data) for data in aligned])
 
@@ -117,7 +117,7 @@ def _by_kernel(storages: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 @cache
-def _is_available(device: torch.device) -> bool:
+def is_available(device: torch.device) -> bool:
     """Return True if the kernel and torch give the same digest on `device`. Tried once."""
 
     def agrees_with_torch() -> bool:

@@ -35,6 +35,7 @@ from sglang_loader.common.engine_settings import (
     graphs_are_released_by_tag,
     requested_host_backup,
 )
+from sglang_loader.common.kernels import compile_kernels
 from sglang_loader.common.regions.intervals import num_bytes
 from sglang_loader.common.stage_costs import Cost, by_rank
 from sglang_loader.hooks.request_gate import closing_reason, refuse_requests, set_gate
@@ -48,6 +49,7 @@ from sglang_loader.host_backup.allocations import (
 )
 from sglang_loader.host_backup.backup import WeightsBackup, backup_of, create_backup
 from sglang_loader.upstream import (
+    device_of,
     facts_of,
     io_struct,
     is_idle,
@@ -71,7 +73,10 @@ Original = Callable[..., Any]
 
 
 def load_model(original: Original, runner: Any) -> None:
-    """Wrap `ModelRunner.load_model`: load without SGLang's own backup if ours takes its place."""
+    """Wrap `ModelRunner.load_model`: load without SGLang's own backup if ours takes its place.
+
+    In mode compiled the kernels of the first sync are compiled, too.
+    """
     arguments = runner.server_args
     if not is_ours(arguments):
         original(runner)
@@ -85,6 +90,8 @@ def load_model(original: Original, runner: Any) -> None:
         policy = "on"
     with nullcontext() if policy == "on" else without_cpu_backup(runner):
         original(runner)
+    if requested_host_backup() != "on":  # mode compiled: the first sync would wait for them
+        compile_kernels(device_of(runner.model))
     # The target's backup saves all memory under the tag, also a draft model's, which no load plan
     # covers.
     if runner.is_draft_worker:
