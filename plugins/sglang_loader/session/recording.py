@@ -50,6 +50,8 @@ class PlanRecorder:
         self.load_weights = naming_tensors(model)
         self._model = model
         self._may_infer = True  # until an inferred plan was wrong
+        self.num_inferred = 0
+        self._is_cut = False  # until the sync has its plan
         # SGLang's vocabulary embeddings have these two attributes.
         self._vocabularies = {
             (module.org_vocab_size, module.embedding_dim)
@@ -64,7 +66,9 @@ class PlanRecorder:
         Args:
             can_repeat: the sync can be made again. If it cannot, no plan is inferred.
         """
-        self._can_repeat = can_repeat
+        # A sync that is made again is traced on all ranks: plans may leak on several of them.
+        self._infers = can_repeat and not (self._is_cut and self.num_inferred)
+        self._is_cut = True
         self._digests: Digests = {}  # of the model, which may have changed since the last sync
         self._destinations: Destinations | None = None  # after the last traced bucket
         self._buckets: list[BucketPlan] = []
@@ -131,7 +135,7 @@ class PlanRecorder:
         Returns:
             The uses of its tensors, or None if the bucket must be traced.
         """
-        if not (self._may_infer and self._can_repeat) or self._destinations is None:
+        if not (self._may_infer and self._infers) or self._destinations is None:
             return None
         destinations = self._destinations
         inferred = self._templates.infer(layout, destinations)
@@ -214,6 +218,7 @@ class PlanRecorder:
         """
         assert self._destinations is not None, "a plan needs at least one bucket"
         self._check_others()
+        self._is_cut = False
         return join_buckets(self._buckets, self._destinations)
 
 

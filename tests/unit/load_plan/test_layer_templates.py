@@ -368,6 +368,20 @@ def test_leak_before_a_failed_plan_is_seen():
         load(ModelLoader(model), [layer(0), layer(2), layer(3)])
 
 
+def test_sync_after_a_cut_one_is_traced():
+    """Another rank may have failed before a leak was seen here."""
+    loader, num_inferred = ModelLoader(Model()), []
+    for is_cut in (True, False, False):
+        loader.start({"number": len(num_inferred)})  # the plan of another context is dropped
+        for index, bucket in enumerate(WHOLE):
+            layout, buffer = packed(bucket)
+            loader.load(index, layout, BucketSource.flat(buffer))
+        if not is_cut:
+            loader.finish()
+        num_inferred.append(loader._recorder.num_inferred)
+    assert num_inferred == [2, 0, 2]
+
+
 def test_sync_that_cannot_repeat_infers_nothing():
     loader = ModelLoader(Leaking())
     load(loader, WHOLE, can_repeat=False)
