@@ -10,7 +10,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ STOP_LOADER = "support.engine_loaders.stop_in_next_load"
 COUNT_LOADER = "support.engine_loaders.count_loads"
 HOST_LOADER = "support.engine_loaders.live_on"
 PAUSE_LOADER = "support.engine_loaders.pause_before_bucket"
-LEAK_LOADER = "support.engine_loaders.leak_into_norm"
 
 NamedTensors = list[tuple[str, torch.Tensor]]
 
@@ -59,21 +58,6 @@ def stop_in_next_load(model: Any, _: NamedTensors) -> None:
             has_stopped = True
             os.kill(os.getpid(), signal.SIGSTOP)
         return original(*arguments, **options)
-
-    model.load_weights = load_weights
-
-
-def leak_into_norm(model: Any, _: NamedTensors) -> None:
-    """Have `load_weights` write into the last norm, too, when it loads the third layer."""
-    original, norm = model.load_weights, model.model.norm.weight
-
-    def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
-        pairs = list(weights)
-        loaded = original(iter(pairs))
-        for name, tensor in pairs:
-            if name == "model.layers.2.input_layernorm.weight":
-                norm.data.copy_(tensor)
-        return loaded
 
     model.load_weights = load_weights
 

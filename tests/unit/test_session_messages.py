@@ -112,7 +112,6 @@ DESCRIPTOR = messages.SessionDescriptor(
     uses_plan=True,
     manifest_check="error",
     proof="none",
-    can_repeat=True,
     syncs_draft=False,
 )
 

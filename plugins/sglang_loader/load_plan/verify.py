@@ -19,17 +19,12 @@ device. No host copy is made.
 A plan that was inferred (`layer_templates`) may also copy from another tensor of the same content.
 So each tensor is scrambled in a way of its own, and after step 2 the plan is replayed from the
 scrambled bucket, too. It may also write what `load_weights` never writes. So these bytes are saved.
-
-To digest all storages for each bucket takes longer than the loads. After an inferred plan only the
-storages that the plan touches are compared, which must also have been unchanged before step 1. The
-others are compared by `require_untouched`, once for a run of such buckets. A write that it finds
-can't be mended any more, so the sync must be made again.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import TypeAlias
 
@@ -38,7 +33,6 @@ from torch import nn
 
 from sglang_loader.common.digest import digests_on_host
 from sglang_loader.common.layout import BucketLayout, BucketTensor
-from sglang_loader.common.naming import listed
 from sglang_loader.common.regions.intervals import subtract
 from sglang_loader.load_plan.destinations import (
     Destinations,
@@ -72,49 +66,6 @@ Digests: TypeAlias = dict[StorageEntry, tuple[int, ...]]
 """128 bits for the content of each storage after an eager load."""
 
 
-class UnseenWrite(RuntimeError):
-    """The load of an inferred bucket has changed what its plan does not write."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__(
-            f"load_weights {what} with tensors of other layers, which it does not do for like "
-            "layers. The sync that is made again infers no load plans"
-        )
-
-
-def require_untouched(model: nn.Module, destinations: Destinations, known: Digests) -> None:
-    """Check that nothing has changed a model since the last check of each storage.
-
-    Args:
-        destinations: the storages of the model as of the last trace.
-        known: see `check_bucket`. A storage without a digest is not checked.
-
-    Raises:
-        UnseenWrite: something has.
-    """
-    moved = first_difference(destinations, collect_destinations(model))
-    if moved is not None:
-        raise UnseenWrite(f"has rebound a tensor ({moved})")
-    _require_unchanged(destinations, known, range(len(destinations.storages)))
-
-
-def _require_unchanged(destinations: Destinations, known: Digests, storages: Iterable[int]) -> None:
-    """Check that nothing has written these storages since their last check."""
-    checked = [i for i in sorted(storages) if destinations.storages[i] in known]
-    names = _names_of_different(destinations, known, checked)
-    if names:
-        raise UnseenWrite(f"has written {listed(names)}")
-
-
-def _names_of_different(
-    destinations: Destinations, known: Digests, storages: Sequence[int]
-) -> list[str]:
-    """Return the names of the tensors in those storages that have not the known digests."""
-    digests = _digests(destinations, storages)
-    different = [i for i in storages if digests[entry := destinations.storages[i]] != known[entry]]
-    return [name for i in different for name in destinations.names_of(i)]
-
-
 def check_bucket(
     model: nn.Module,
     bucket: BucketPlan,
@@ -135,16 +86,11 @@ def check_bucket(
             does not touch must still have these digests. Updated in place, and empty after a failed
             check.
         is_inferred: no trace has seen how this bucket is loaded. See the module.
-
-    Raises:
-        UnseenWrite: this bucket, or one that was inferred before, is loaded otherwise.
     """
-    known = {} if known is None else known
-    storages, touched = destinations.storages, bucket.touched
-    if is_inferred:
-        _require_unchanged(destinations, known, touched)
     source = buffer[: bucket.layout.nbytes]
     load_weights(iter(bucket.layout.views(source.clone())))
+    known = {} if known is None else known
+    storages, touched = destinations.storages, bucket.touched
     new = [i for i, storage in enumerate(storages) if i in touched or storage not in known]
     known.update(_digests(destinations, new))
     saved: list[tuple[torch.Tensor, torch.Tensor]] = []  # a part of the model, and its old content
@@ -167,13 +113,12 @@ def check_bucket(
                 return "load_weights loads this layer otherwise than another one"
         poison(bucket, destinations)
         replay_once(bucket, destinations, load_weights, source)
-        compared: Sequence[int] = sorted(touched)
-        if not is_inferred:
-            compared = range(len(storages))
-            moved = first_difference(destinations, collect_destinations(model))
-            if moved is not None:
-                return f"load_weights rebinds tensors: {moved}"
-        names = _names_of_different(destinations, known, compared)
+        moved = first_difference(destinations, collect_destinations(model))
+        if moved is not None:
+            return f"load_weights rebinds tensors: {moved}"
+        digests = _digests(destinations, range(len(storages)))
+        different = [i for i, storage in enumerate(storages) if digests[storage] != known[storage]]
+        names = [name for i in different for name in destinations.names_of(i)]
         if not names:
             return None
         return f"{len(names)} tensors differ from what load_weights loads: {', '.join(names[:3])}"
@@ -188,8 +133,6 @@ def check_bucket(
         for part, content in saved:
             part.copy_(content)
         load_weights(iter(bucket.layout.views(source.clone())))
-        if is_inferred:
-            _require_unchanged(destinations, known, set(range(len(storages))) - touched)
         known.clear()
     return reason
 

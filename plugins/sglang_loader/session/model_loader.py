@@ -141,7 +141,6 @@ class ModelLoader:
         uses_plan: bool = True,
         is_eager: bool = False,
         proves_route: bool = False,
-        can_repeat: bool = True,
         store: PlanStore | None = None,
     ) -> None:
         """Begin a sync.
@@ -152,7 +151,6 @@ class ModelLoader:
             is_eager: if True, every bucket of this sync goes through `load_weights`, and the plan
                 is kept.
             proves_route: True if this sync is the proof of a route, which may use a doubted plan.
-            can_repeat: True if this sync can be made again, should it fail.
             store: where load plans are kept for later processes, in this context. None keeps none.
         """
         changed = context_change(self._context, context)
@@ -164,7 +162,7 @@ class ModelLoader:
         self._saved = None
         if store is None or self._store is None or changed is not None:
             self._store = store
-        self._recorder.restart(can_repeat=can_repeat)
+        self._recorder.restart()
         self._addresses_checked = False
         if changed is not None:
             self._uses_of_bucket, self._unplannable = {}, None

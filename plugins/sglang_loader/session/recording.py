@@ -26,7 +26,7 @@ from sglang_loader.load_plan.plan import BucketPlan, LoadPlan, LoadWeights, Plan
 from sglang_loader.load_plan.trace import TracedBucket
 from sglang_loader.load_plan.tracer import trace_bucket
 from sglang_loader.load_plan.uses import BucketUses, uses_of
-from sglang_loader.load_plan.verify import Digests, check_bucket, require_untouched
+from sglang_loader.load_plan.verify import Digests, check_bucket
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +50,6 @@ class PlanRecorder:
         self.load_weights = naming_tensors(model)
         self._model = model
         self._may_infer = True  # until an inferred plan was wrong
-        self.num_inferred = 0
-        self._is_cut = False  # until the sync has its plan
         # SGLang's vocabulary embeddings have these two attributes.
         self._vocabularies = {
             (module.org_vocab_size, module.embedding_dim)
@@ -60,20 +58,12 @@ class PlanRecorder:
         }
         self.restart()
 
-    def restart(self, *, can_repeat: bool = True) -> None:
-        """Begin another sync, and drop all that was recorded of the last one.
-
-        Args:
-            can_repeat: the sync can be made again. If it cannot, no plan is inferred.
-        """
-        # A sync that is made again is traced on all ranks: plans may leak on several of them.
-        self._infers = can_repeat and not (self._is_cut and self.num_inferred)
-        self._is_cut = True
+    def restart(self) -> None:
+        """Begin another sync, and drop all that was recorded of the last one."""
         self._digests: Digests = {}  # of the model, which may have changed since the last sync
         self._destinations: Destinations | None = None  # after the last traced bucket
         self._buckets: list[BucketPlan] = []
         self._templates = LayerTemplates()
-        self._checks_others = False  # storages that the last buckets, inferred ones, do not touch
         self.num_inferred = 0
 
     def trace(
@@ -106,14 +96,9 @@ class PlanRecorder:
 
         Returns:
             The uses of its tensors, and the reason why it has no plan, or None.
-
-        Raises:
-            UnseenWrite: an inferred bucket has written more than its plan. The sync must be made
-                again, and is traced then.
         """
         if (inferred := self._record_inferred(layout, buffer)) is not None:
             return inferred, None
-        self._check_others()
         traced, uses = self.trace(layout, buffer)
         if traced is None:
             return uses, str(uses.problem)
@@ -135,7 +120,7 @@ class PlanRecorder:
         Returns:
             The uses of its tensors, or None if the bucket must be traced.
         """
-        if not (self._may_infer and self._infers) or self._destinations is None:
+        if not self._may_infer or self._destinations is None:
             return None
         destinations = self._destinations
         inferred = self._templates.infer(layout, destinations)
@@ -164,18 +149,8 @@ class PlanRecorder:
             return None
         self._may_infer = True
         self._buckets.append(inferred.plan)
-        self._checks_others = True
         self.num_inferred += 1
         return replace(inferred.uses, contents=contents)
-
-    def _check_others(self) -> None:
-        """Check the storages that the last inferred buckets do not touch."""
-        if not self._checks_others:
-            return
-        assert self._destinations is not None
-        may_infer, self._may_infer = self._may_infer, False  # if the check raises
-        require_untouched(self._model, self._destinations, self._digests)
-        self._may_infer, self._checks_others = may_infer, False
 
     def _load_watched(self, named: Iterable[NamedTensor], destinations: Destinations) -> list[str]:
         """Load a bucket, and return the names of methods by which Python has read data."""
@@ -214,11 +189,8 @@ class PlanRecorder:
 
         Raises:
             PlanRefused: the sync has no plan.
-            UnseenWrite: see `record`.
         """
         assert self._destinations is not None, "a plan needs at least one bucket"
-        self._check_others()
-        self._is_cut = False
         return join_buckets(self._buckets, self._destinations)
 
 

@@ -229,7 +229,6 @@ class Session:
                 uses_plan=self._descriptor.uses_plan,
                 is_eager=self._descriptor.proof == "served",
                 proves_route=self._descriptor.proof == "route",
-                can_repeat=self._descriptor.can_repeat,
                 store=PlanStore(model, context),
             )
         self._channel.send(

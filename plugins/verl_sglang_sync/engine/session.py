@@ -142,7 +142,6 @@ class TrainerSession:
         names: names of this process's memory blocks, the same for all its sessions.
         sent: handles that the engine rank was given, the same for all sessions with it.
         proof: what the session proves.
-        can_repeat: the weights can be sent once more, if the session fails.
         group: name of the update group in which buckets are sent. "": the engine maps them.
         senders: name of the update group of all trainer ranks, or "" if there is none.
         secret: the secret of `group`.
@@ -168,7 +167,6 @@ class TrainerSession:
         sent: SentHandles | None = None,
         *,
         proof: messages.Proof = "none",
-        can_repeat: bool = False,
         group: str = "",
         senders: str = "",
         secret: bytes = b"",
@@ -185,7 +183,6 @@ class TrainerSession:
             uses_plan=settings.uses_plan,
             manifest_check=settings.manifest_check,
             proof=proof,
-            can_repeat=can_repeat,
             syncs_draft=settings.syncs_draft,
             group=group,
             senders=senders,

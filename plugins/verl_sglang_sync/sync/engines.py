@@ -30,7 +30,7 @@ from verl_sglang_sync.routes.broadcast import BroadcastDelivery
 from verl_sglang_sync.routes.mapped_delivery import MappedDelivery
 from verl_sglang_sync.routes.route import Delivery
 from verl_sglang_sync.routes.table.table_route import TableRoute
-from verl_sglang_sync.sources.export import NamedTensor, is_repeatable
+from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.memory_blocks import BlockNames
 from verl_sglang_sync.trainer_ranks import TrainerRanks, own_rank, world_size
 
@@ -43,11 +43,6 @@ class SyncTask:
     version: str | None
     report: SyncReport
     replicas: Sequence[Replica]
-
-    @property
-    def can_repeat(self) -> bool:
-        """True if the weights can be sent once more."""
-        return is_repeatable(self.weights)
 
 
 @dataclass(eq=False)
@@ -72,11 +67,7 @@ class ColocatedEngine:
     ) -> Delivery:
         """Make this rank's session. The replica's leader requests those of all its ranks."""
         settings, request = self._settings, OpeningRequest(self._engine, task.version)
-        session = TrainerSession(
-            *(self.sockets, settings, self._names, self._sent),
-            proof=proof,
-            can_repeat=task.can_repeat,
-        )
+        session = TrainerSession(self.sockets, settings, self._names, self._sent, proof=proof)
         stack.enter_context(session)
         engine_ranks.append(EngineRank("", session, request, self._known_ranks[0]))
         descriptors, of_replica = self._ranks.gather(session.descriptor), self._ranks.replica_ranks
@@ -134,7 +125,7 @@ class RemoteEngines:
             senders = self._sending.name
         if group is None:
             return MappedDelivery((), settings, task.report)
-        self._open_sessions(group, senders, stack, task, proof, engine_ranks)
+        self._open_sessions(group, senders, stack, task.version, proof, engine_ranks)
         limit_s = settings.request_timeout_s
         return BroadcastDelivery(engine_ranks, group.process_group, limit_s, task.report)
 
@@ -197,7 +188,7 @@ class RemoteEngines:
         group: UpdateGroup,
         senders: str,
         stack: ExitStack,
-        task: SyncTask,
+        version: str | None,
         proof: Proof,
         engine_ranks: list[EngineRank],
     ) -> None:
@@ -206,7 +197,7 @@ class RemoteEngines:
         """
         sockets, known_ranks = SessionSockets(self._senders.address), iter(self._known_ranks)
         for replica in group.replicas:
-            request = OpeningRequest(replica.client, task.version)
+            request = OpeningRequest(replica.client, version)
             descriptors = []
             for rank in range(replica.num_ranks):
                 known = next(known_ranks)
@@ -216,7 +207,6 @@ class RemoteEngines:
                     BlockNames(),
                     self._sent.setdefault((replica.base_url, rank), SentHandles()),
                     proof=proof,
-                    can_repeat=task.can_repeat,
                     group=group.name,
                     senders=senders if known.is_sent_to else "",
                     secret=group.secret,

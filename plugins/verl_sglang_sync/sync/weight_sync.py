@@ -48,6 +48,7 @@ from verl_sglang_sync.routes.staging_ring import StagingRing
 from verl_sglang_sync.sources.export import (
     Export,
     NamedTensor,
+    is_repeatable,
     quantization_of,
 )
 from verl_sglang_sync.sync.engines import ColocatedEngine, RemoteEngines, SyncTask
@@ -176,7 +177,7 @@ class WeightSync:
         is_later_due = self._next_proof is not None and number >= self._next_proof
         is_due = is_later_due or (every > 0 and number % every == 0)
         self._route.begin_sync()
-        if is_due and not self._ranks.all(task.can_repeat):
+        if is_due and not self._ranks.all(is_repeatable(task.weights)):
             warn_once(CANNOT_PROVE)
             is_due = is_later_due = False
 
@@ -330,7 +331,7 @@ class WeightSync:
             WeightSyncError: on every rank, if any rank failed.
         """
         task, proof, ranks = sync_pass.task, sync_pass.proof, self._ranks
-        report = task.report
+        weights, report = task.weights, task.report
         with ExitStack() as stack:
             stack.push(self._end_session)
             sessions = Sessions(ranks, self._settings, report)
@@ -346,8 +347,9 @@ class WeightSync:
                     with ranks.section():  # a failure in it ends the sync on all ranks
                         source.start()
                         with report.stage("open"):
-                            wants_proof = sessions.wait_joined(can_prove=task.can_repeat)
-                        if sessions.asks_for_proof and not task.can_repeat:
+                            can_prove = is_repeatable(weights)
+                            wants_proof = sessions.wait_joined(can_prove=can_prove)
+                        if sessions.asks_for_proof and not can_prove:
                             warn_once(CANNOT_PROVE)
                         if not is_exported:
                             sessions.check_plans(proves=proof == "route")
@@ -377,7 +379,7 @@ class WeightSync:
                 source.end()
                 sessions.wait_for_replies(defers_reply=self._defers_reply)
             except BaseException as error:
-                sessions.fail(error, can_repeat=task.can_repeat)
+                sessions.fail(error, can_repeat=is_repeatable(weights))
         self._unanswered = sessions.requests if self._defers_reply else []
         if is_exported:
             self._route.note_unmapped()

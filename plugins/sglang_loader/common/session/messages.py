@@ -67,7 +67,7 @@ from sglang_loader.common.check_remarks import ManifestCheck
 from sglang_loader.common.regions.read import Size
 from sglang_loader.common.shared_memory import BufferHandle
 
-SESSION_VERSION = 23
+SESSION_VERSION = 22
 SESSION_FORMAT = "sglang_loader.session"
 """`load_format` of the request that opens a session. The request has a descriptor for each TP rank.
 """
@@ -111,7 +111,6 @@ class SessionDescriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         manifest_check: "error" fails the sync if the tensors do not fit the model or are
             incomplete. "off" does not check.
         proof: what this session proves, see `Proof`.
-        can_repeat: the trainer can send the same weights once more, if the session fails.
         syncs_draft: with speculative decoding, load the draft model as well as its target.
         group: name of the update group in which buckets come. If "", the engine maps all buckets.
         senders: name of the update group in which all trainer ranks send, or "" if there is none.
@@ -125,7 +124,6 @@ class SessionDescriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     uses_plan: bool
     manifest_check: ManifestCheck
     proof: Proof
-    can_repeat: bool
     syncs_draft: bool
     group: str = ""
     senders: str = ""
