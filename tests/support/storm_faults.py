@@ -15,7 +15,7 @@ from sglang_loader.common.broadcast.update_group import ANSWER_TIMEOUT_S
 from support.fault_proxy import Fault as ProxyFault
 from support.storm import Storm
 from support.storm_checks import REPLY_S, Violation
-from support.storm_trainer import BAD_EXPORTS, PATIENT_S, PLANTED, TIMEOUT_S
+from support.storm_trainer import BAD_EXPORTS, PATIENT_S, PLANTED, PRESETS, TIMEOUT_S
 from support.storm_wire import (
     REORDERS,
     SPOILERS,
@@ -90,7 +90,11 @@ def bad_export(storm: Storm) -> None:
     bad = storm.rng.choice(BAD_EXPORTS)
     once = alone is None and storm.rng.random() < 0.5  # all ranks' exports are of one kind
     at = storm.rng.randrange(99)
-    storm.begin(bad=bad, once=once, at=at, on=alone, limit_s=PATIENT_S)
+    # Only the first rank's tensors are broadcast. Of another's the data do not matter.
+    broadcasts = bad != "meta" or alone in (None, 0)
+    presets = [name for name in PRESETS if broadcasts or not name.startswith("broadcast")]
+    preset = storm.rng.choice(presets)
+    storm.begin(preset=preset, bad=bad, once=once, at=at, on=alone, limit_s=PATIENT_S)
     storm.finish(must_fail=True)
 
 

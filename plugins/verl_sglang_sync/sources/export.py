@@ -37,10 +37,6 @@ class TensorsDiffer(ValueError):
     """Two tensors of the same name with different values."""
 
 
-class NoData(ValueError):
-    """A tensor was exported whose data was never made."""
-
-
 class Export:
     """The trainer's export for one sync. A tied embedding comes once, even if exported twice.
 
@@ -69,11 +65,6 @@ class Export:
         # mbridge exports the copy under the embedding's name. `BucketFiller` refuses any other
         # repetition.
         for item in self._source:
-            if item[1].is_meta:
-                raise NoData(
-                    f"tensor {item[0]!r} was exported without data, on the device meta. A tensor "
-                    "that is synced must have data"
-                )
             if not (self._may_repeat and item[0].endswith(EMBEDDING) and self._is_copy(*item)):
                 yield item
             del item  # frees the memory for the next tensor
