@@ -56,7 +56,7 @@ from sglang_loader.load_plan.copy_table import CopyTable  # noqa: E402
 from sglang_loader.load_plan.rounds import num_bytes_read, wired_steps  # noqa: E402
 from verl_sglang_sync.commands.bench.results_file import write_results  # noqa: E402
 from verl_sglang_sync.routes.table.sending import SendPlan  # noqa: E402
-from verl_sglang_sync.routes.table.table_source import ROUNDS_PER_BUCKET  # noqa: E402
+from verl_sglang_sync.routes.table.table_route import ROUNDS_PER_BUCKET  # noqa: E402
 from verl_sglang_sync.routes.table.weight_map_builder import (  # noqa: E402
     MemoryTable,
     bases_for,

@@ -48,7 +48,7 @@ from verl_sglang_sync.routes.table.located import (
     share_shards,
 )
 from verl_sglang_sync.routes.table.shard_sending import ShardSending
-from verl_sglang_sync.routes.table.table_source import ROUNDS_PER_BUCKET, TableSource
+from verl_sglang_sync.routes.table.table_source import TableSource
 from verl_sglang_sync.routes.table.transports import Transport
 from verl_sglang_sync.routes.table.weight_map_builder import MemoryTable
 from verl_sglang_sync.routes.table.wires import Wires
@@ -62,6 +62,9 @@ from verl_sglang_sync.sources.snapshot import (
     is_offloaded,
 )
 from verl_sglang_sync.trainer_ranks import own_rank
+
+ROUNDS_PER_BUCKET = 2
+"""Rounds are half a bucket: two staging buffers and two scratch buffers are two buckets."""
 
 
 class TableRoute(Route):

@@ -17,9 +17,6 @@ from verl_sglang_sync.sources.host_memory import HOST_MEMORY
 from verl_sglang_sync.sources.snapshot import SourcesChanged, require_sources
 from verl_sglang_sync.trainer_ranks import world_size
 
-ROUNDS_PER_BUCKET = 2
-"""Rounds are half a bucket: two staging buffers and two scratch buffers are two buckets."""
-
 
 @dataclass(eq=False, kw_only=True)
 class TableSource(SyncSource):
