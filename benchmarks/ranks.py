@@ -41,14 +41,14 @@ from verl_sglang_sync.commands.bench.engine_server import DUMMY, engine_server, 
 from verl_sglang_sync.commands.bench.model_shapes import MODELS
 from verl_sglang_sync.commands.bench.results_file import medians
 
+APART = "compiled_apart"
 OURS: dict[str, dict[str, Any]] = {
     "per_tensor": {"mode": "flattened", "bucket_bytes": 1},
     **{preset: {"mode": preset} for preset in ("flattened", "compiled")},
     "compiled_exchanged": {"mode": "compiled", "routes": ["exchange"]},
     "compiled_gathered": {"mode": "compiled", "routes": []},
-    "compiled_apart": {"mode": "compiled"},
+    APART: {"mode": "compiled"},
 }
-APART = "compiled_apart"
 NATIVE, EXPORT_ONLY = "native", "export_only"
 LIMITS = ("all_gather_limit", "all_to_all_limit", HOST_COPY_LIMIT)
 NUM_WARM_UPS = 5  # ours: a plan, an arrangement, an exchange are each learned and proven in a sync

@@ -83,14 +83,14 @@ def load_model(original: Original, runner: Any) -> None:
         return
     if arguments.enable_memory_saver and graphs_are_released_by_tag():
         force_preload()
-    policy = requested_host_backup()
+    policy = requested = requested_host_backup()
     reason = None if policy == "on" else stock_backup_reason(runner, enumeration_problem())
     if reason is not None:
         logger.info("SGLang itself decides which weights the host keeps: %s", reason)
         policy = "on"
     with nullcontext() if policy == "on" else without_cpu_backup(runner):
         original(runner)
-    if requested_host_backup() != "on":  # mode compiled: the first sync would wait for them
+    if requested != "on":  # mode compiled: the first sync would wait for them
         compile_kernels(device_of(runner.model))
     # The target's backup saves all memory under the tag, also a draft model's, which no load plan
     # covers.
