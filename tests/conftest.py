@@ -14,6 +14,10 @@ if not torch.cuda.is_available():
 # again after 1 s, not 5.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
 
+# Torch's flight recorder adds each gloo group to a map that no lock guards, when the group is first
+# used. Where the ranks of a test are threads of one process, that ended the process at times.
+os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
+
 # Tests leave no load plans to each other. A test of saved plans names a folder of its own.
 os.environ["VERL_SGLANG_SYNC_LOAD_PLANS"] = ""
 
