@@ -120,6 +120,7 @@ class ModelLoader:
         self._may_use_saved = True  # until one was tried
         self._stored: LoadPlan | None = None  # the plan that is in the store
         self._recorder = PlanRecorder(model)
+        self._has_recorded = False  # in this sync
         self._checked: _CheckedPlan | None = None
         self._load_mode = _LoadMode.EAGER
         self._context: Mapping[str, object] = {}
@@ -141,7 +142,7 @@ class ModelLoader:
         uses_plan: bool = True,
         is_eager: bool = False,
         proves_route: bool = False,
-        store: PlanStore | None = None,
+        keeps_plans: bool = False,
     ) -> None:
         """Begin a sync.
 
@@ -151,7 +152,7 @@ class ModelLoader:
             is_eager: if True, every bucket of this sync goes through `load_weights`, and the plan
                 is kept.
             proves_route: True if this sync is the proof of a route, which may use a doubted plan.
-            store: where load plans are kept for later processes, in this context. None keeps none.
+            keeps_plans: if True, load plans are saved for later processes, and theirs are used.
         """
         changed = context_change(self._context, context)
         self._context, self._reason = context, None
@@ -160,9 +161,11 @@ class ModelLoader:
         self._num_replayed, self.uses, self._failed_replay = 0, [], None
         self._table_run = None
         self._saved = None
-        if store is None or self._store is None or changed is not None:
-            self._store = store
-        self._recorder.restart()
+        if not keeps_plans:
+            self._store = None
+        elif self._store is None or changed is not None:
+            self._store = PlanStore(self.model, context)
+        self._has_recorded = False
         self._addresses_checked = False
         if changed is not None:
             self._uses_of_bucket, self._unplannable = {}, None
@@ -195,7 +198,10 @@ class ModelLoader:
 
     def take_remarks(self) -> list[str]:
         """Return the messages for the user, of saved load plans that were refused, once."""
-        return self._store.take_remarks() if self._store is not None else []
+        if self._store is None:
+            return []
+        remarks, self._store.remarks = self._store.remarks, []
+        return remarks
 
     def prepare(self) -> None:
         """Prepare for the first bucket what needs no bucket. Call this while the engine waits."""
@@ -391,6 +397,9 @@ class ModelLoader:
             self._reason = self._reason or MAKING_PLAN
         elif self._load_mode is _LoadMode.REPLAY:  # the plan has lasted for a whole sync
             self._num_recordings = self._num_to_wait = 0
+        if self._has_recorded:
+            self._recorder.restart()  # what was recorded takes memory
+            self._has_recorded = False
         plan, backup = self.plan, backup_of(self.model)
         if backup is not None and self._failed_replay is not None:
             # `load_weights` writes what the plan writes: its check has shown that.
@@ -511,8 +520,15 @@ class ModelLoader:
         # These contents are of the recording. A replayed bucket gets no digests.
         self.uses.append(replace(uses, contents={}) if uses.contents else uses)
 
+    def _recording(self) -> PlanRecorder:
+        """Return the recorder, with nothing of an earlier sync."""
+        if not self._has_recorded:
+            self._recorder.restart()
+            self._has_recorded = True
+        return self._recorder
+
     def _record(self, index: int, layout: BucketLayout, buffer: torch.Tensor) -> None:
-        uses, reason = self._recorder.record(layout, buffer)
+        uses, reason = self._recording().record(layout, buffer)
         self._uses_of_bucket[index] = uses
         self.uses.append(uses)
         if reason is not None:
@@ -520,7 +536,7 @@ class ModelLoader:
 
     def _compile(self) -> None:
         try:
-            plan = self._recorder.finish()
+            plan = self._recording().finish()
         except PlanRefused as refused:
             self._give_up_plan(str(refused))
             return
@@ -546,7 +562,7 @@ class ModelLoader:
     def _load_eagerly(self, index: int, layout: BucketLayout, buffer: torch.Tensor) -> None:
         earlier = self._uses_of_bucket.get(index)
         if earlier is None or earlier.layout != layout:
-            _, self._uses_of_bucket[index] = self._recorder.trace(layout, buffer)
+            _, self._uses_of_bucket[index] = self._recording().trace(layout, buffer)
         else:
             # A loader may change its tensors, or keep them, and the trainer writes into a buffer
             # again once it was read.

@@ -38,10 +38,14 @@ MAX_FILES = 64
 
 
 class PlanStore:
-    """The saved load plans of one model on this engine rank."""
+    """The saved load plans of one model on this engine rank.
+
+    Attributes:
+        remarks: messages for the user, of files that were refused.
+    """
 
     def __init__(self, model: Any, context: Mapping[str, object]) -> None:
-        self._remarks: list[str] = []
+        self.remarks: list[str] = []
         self._model = model
         self._context = context
         self._folder = load_plans_folder()
@@ -71,11 +75,6 @@ class PlanStore:
         except Exception as error:  # whatever is in the file, the load is traced
             self._refuse(repr(error))
             return None
-
-    def take_remarks(self) -> list[str]:
-        """Return the messages for the user, of files that were refused, once."""
-        remarks, self._remarks = self._remarks, []
-        return remarks
 
     def save(self, plan: LoadPlan, uses: Sequence[BucketUses]) -> Future[None] | None:
         """Save a plan that was proven, in a thread. Errors are logged."""
@@ -112,4 +111,4 @@ class PlanStore:
             f"seconds longer. Remove {self._folder} to begin anew"
         )
         logger.warning("%s", remark)
-        self._remarks.append(remark)
+        self.remarks.append(remark)

@@ -38,7 +38,6 @@ from sglang_loader.load_plan.plan import LoadPlan
 from sglang_loader.session.group_receiver import GroupReceiver
 from sglang_loader.session.mapped_memory import MappedMemory
 from sglang_loader.session.model_loader import ModelLoader, SyncOutcome, loader_of
-from sglang_loader.session.plan_store import PlanStore
 from sglang_loader.session.proof import Differs, HeldWeights, SavedPlanDiffers
 from sglang_loader.upstream import device_of, engine_context, tp_rank
 
@@ -223,13 +222,12 @@ class Session:
 
     def _load_all(self) -> None:
         for model, loader in zip(self._models, self._loaders, strict=True):
-            context = engine_context(model)
             loader.start(
-                context,
+                engine_context(model),
                 uses_plan=self._descriptor.uses_plan,
                 is_eager=self._descriptor.proof == "served",
                 proves_route=self._descriptor.proof == "route",
-                store=PlanStore(model, context),
+                keeps_plans=True,
             )
         self._channel.send(
             messages.Hello,

@@ -14,7 +14,6 @@ from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.engine_settings import LOAD_PLANS_VARIABLE
 from sglang_loader.common.layout import BucketLayout, decode_layout, encode_layout
 from sglang_loader.session.model_loader import ModelLoader
-from sglang_loader.session.plan_store import PlanStore
 from sglang_loader.session.proof import HeldWeights
 from support.random_loaders import PARTS, Model, buckets_of, lose_what_is_covered, steps_of
 
@@ -70,7 +69,7 @@ def key_of(model, context):
 def load(loader, buckets, context=None, **start):
     """One sync of a loader, and its outcome."""
     context = context or {}
-    loader.start(context, store=PlanStore(loader.model, context), **start)
+    loader.start(context, keeps_plans=True, **start)
     for index, (layout, buffer) in enumerate(buckets):
         loader.load(index, layout, BucketSource.flat(buffer))
     return loader.finish()
