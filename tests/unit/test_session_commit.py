@@ -168,7 +168,7 @@ def send_all(trainer, ring):
     """Both buckets, and that they are all, without a look at what the engine says."""
     report = SyncReport(mode="compiled", replica=0)
     export, cutter = Export(list(WEIGHTS.items())), BucketCutter(SETTINGS.bucket_bytes)
-    buckets = ExportedBuckets(export, cutter, ring, report)
+    buckets = ExportedBuckets(export, cutter, ring, report, frees_ring=True)
     for ready in buckets._buckets:
         assert ready.storage is not None
         slot = trainer.map_buffer(ready.storage, keep=True)

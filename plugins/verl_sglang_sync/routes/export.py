@@ -26,6 +26,7 @@ class ExportedBuckets(SyncSource):
             iterates the export, because the collectives of the export need every rank.
         comparison: compares the export with the parameters. The engine loads the previous bucket
             at the same time. None if no route wants the comparison.
+        frees_ring: the buffers are freed after the sync, for the engine's KV cache.
         compares_buckets: the buckets are compared. False if the export is quantised: then `export`
             adds the tensors to the comparison before that.
     """
@@ -35,6 +36,7 @@ class ExportedBuckets(SyncSource):
     ring: StagingRing | None
     report: SyncReport
     _: KW_ONLY
+    frees_ring: bool
     comparison: Comparison | None = None
     compares_buckets: bool = True
 
@@ -55,6 +57,10 @@ class ExportedBuckets(SyncSource):
         """Iterate the rest of the export, because its collectives need every rank."""
         self._buckets = iter(())
         self.export.drain()
+
+    def close(self) -> None:
+        if self.frees_ring and self.ring is not None:
+            self.ring.free()
 
     def _packed(self) -> Iterator[ReadyBucket]:
         """Yield the buckets of the export, packed if this rank has staging buffers."""

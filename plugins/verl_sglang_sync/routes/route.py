@@ -18,6 +18,7 @@ is collective:
     route.prepare_to_learn(export)  if exported, while the engines load        none
     route.learn(export)             if exported, after all engines have loaded     all
     source.end()                    when the engines serve the new weights     none
+    source.close()                  last, after a failure, too                 none
     route.recover(cause, export)    after a failed sync by this route          all
 
 `choose`, `can_learn`, `wants_comparison`, `learn` and `recover` return the same on all ranks.
@@ -139,6 +140,9 @@ class SyncSource:
 
     def end(self) -> None:
         """Record the results of the good sync for the report and for the next syncs."""
+
+    def close(self) -> None:
+        """Free the memory that only a sync needs. The engines have unmapped it."""
 
 
 @dataclass(frozen=True)
@@ -378,6 +382,3 @@ class Route:
         """Drop the preparation of this route. The next sync is exported."""
         if self.is_prepared:
             self.state = RouteState.UNTRIED
-
-    def free_scratch(self) -> None:
-        """Free the memory that only a sync needs, after a good or a failed session."""

@@ -127,8 +127,7 @@ class WeightSync:
         self._cutter = context.cutter
         self._source_map = context.source_map
         self._ring = ring
-        # The staging buffers are freed after each sync, for the KV cache.
-        self._frees_ring = context.is_colocated
+        self._frees_ring = context.is_colocated  # only there the KV cache needs the memory
         # A stage of the engine follows each sync: `check_reply` is called after it.
         self._defers_reply = context.is_colocated and self._settings.free_cache_engine
         self._unanswered: list[OpeningRequest] = []
@@ -333,13 +332,17 @@ class WeightSync:
         task, proof, ranks = sync_pass.task, sync_pass.proof, self._ranks
         weights, report = task.weights, task.report
         with ExitStack() as stack:
-            stack.push(self._end_session)
+            # These run last: until the sessions are closed, engines may read the memory.
+            stack.callback(self._collect_unmapped)
+            memory = stack.enter_context(ExitStack())
+            stack.push(self._abandon_after_failure)
             sessions = Sessions(ranks, self._settings, report)
             try:
                 self.check_reply(report)
                 with report.stage("open"):
                     delivery = self._engines.open(stack, sessions.engine_ranks, task, proof)
                 source = self._choose(sync_pass)
+                memory.callback(source.close)
                 is_exported = isinstance(source, ExportedBuckets)
                 if is_exported:
                     ranks.check()  # the export's collectives need every rank
@@ -408,6 +411,7 @@ class WeightSync:
             self._cutter,
             self._ring,
             report,
+            frees_ring=self._frees_ring,
             comparison=comparison,
             compares_buckets=not is_quantized,
         )
@@ -449,12 +453,11 @@ class WeightSync:
             f"{route.fallback_text}: {route.reason}. Set on_fallback=warn to go on slower"
         )
 
-    def _end_session(self, _: object, error: object, __: object) -> None:
+    def _abandon_after_failure(self, _: object, error: object, __: object) -> None:
         if error is not None:
             self._engines.abandon()
-        self._route.free_scratch()
-        if self._frees_ring and self._ring is not None:
-            self._ring.free()
+
+    def _collect_unmapped(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.ipc_collect()  # what the engine has let go of
 

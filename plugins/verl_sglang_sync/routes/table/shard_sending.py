@@ -3,7 +3,7 @@
     sending = ShardSending(context, transport)
     rounds = sending.prepare(traced, weights, engines, positions, report)    # in each sync
     rounds.run()
-    sending.free_scratch()
+    sending.free()
     sending.forget()               # the engine ranks or the trace have changed
 
 An engine rank lists the rounds that it needs when it is requested to load shards. The lists stay
@@ -84,8 +84,9 @@ class ShardSending:
             self._ranks.check()
         return rounds
 
-    def free_scratch(self) -> None:
+    def free(self) -> None:
         """Free the memory that only a sync needs."""
+        self._transport.free()
         if self.sender is not None:
             self.sender.end()
 
@@ -122,7 +123,8 @@ class ShardSending:
         listed = list(chain(*(of_rank.items() for of_rank in self._ranks.gather(digests))))
         if self.sender is not None and self._ranks.all(listed == self._listed_rounds):
             return self.sender
-        self.free_scratch()
+        if self.sender is not None:
+            self.sender.end()
         # Each trainer rank needs only its own parts of the rounds.
         parts = [
             encode_parts(

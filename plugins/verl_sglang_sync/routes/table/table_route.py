@@ -256,12 +256,8 @@ class TableRoute(Route):
     def forget(self) -> None:
         """Drop the preparation and the locations. The engines may have unmapped any block."""
         super().forget()
-        self.free_scratch()
         # A failure after Commit may have left other blocks here than on other ranks.
         self._locations, self._blocks_read = None, frozenset()
-
-    def free_scratch(self) -> None:
-        self._sending.free_scratch()
 
     def note_unmapped(self) -> None:
         self._locations = None

@@ -115,3 +115,7 @@ class TableSource(SyncSource):
         if self._rounds is not None:
             self._rounds.count(self.report, num_buckets)
         self.note_read()
+
+    def close(self) -> None:
+        if self.sending is not None:
+            self.sending.free()

@@ -72,6 +72,9 @@ class Transport:
         """
         raise NotImplementedError
 
+    def free(self) -> None:
+        """Free the memory of the rounds of one sync."""
+
 
 class Exchange(Transport):
     """The transport of a colocated trainer. See the module."""
@@ -87,6 +90,9 @@ class Exchange(Transport):
         self, sender: Sender, engines: Sequence[EngineRank], report: SyncReport
     ) -> RoundsInSync:
         return _ExchangedRounds(sender, engines, report, self._ring, self._limit_s)
+
+    def free(self) -> None:
+        self._ring.free()
 
 
 class _ExchangedRounds(RoundsInSync):
