@@ -204,7 +204,7 @@ def sync_with_reuse(rank: TrainerRank, scale: float, how: str) -> dict[str, Any]
     seen: dict[str, Any] = {"num": len(names), "reused": 0, "same": 0}
     send, confirm = TableSource.send, TableSource.confirm
 
-    def send_garbage(self: TableSource, sessions: Any, delivery: Any) -> None:
+    def send_garbage(self: TableSource, sessions: Any) -> None:
         if not right:
             engine_ranks.extend(sessions.engine_ranks)
             seen["places"] = {name: state[name].data_ptr() for name in names}
@@ -218,7 +218,7 @@ def sync_with_reuse(rank: TrainerRank, scale: float, how: str) -> dict[str, Any]
                 for name in names:
                     state[name].data = mappable(right[name].clone())
             synchronize(rank.device)
-        send(self, sessions, delivery)
+        send(self, sessions)
 
     def confirm_when_read(self: TableSource) -> None:
         if "attempts" not in seen:

@@ -34,6 +34,7 @@ from verl_sglang_sync.engine.session import (
 )
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.export import ExportedBuckets
+from verl_sglang_sync.routes.mapped_delivery import MappedDelivery
 from verl_sglang_sync.routes.staging_ring import StagingRing
 from verl_sglang_sync.sources.bucket_cutter import BucketCutter
 from verl_sglang_sync.sources.export import Export
@@ -168,7 +169,8 @@ def send_all(trainer, ring):
     """Both buckets, and that they are all, without a look at what the engine says."""
     report = SyncReport(mode="compiled", replica=0)
     export, cutter = Export(list(WEIGHTS.items())), BucketCutter(SETTINGS.bucket_bytes)
-    buckets = ExportedBuckets(export, cutter, ring, report, frees_ring=True)
+    delivery = MappedDelivery((), SETTINGS, report)
+    buckets = ExportedBuckets(export, cutter, ring, report, delivery=delivery, frees_ring=True)
     for ready in buckets._buckets:
         assert ready.storage is not None
         slot = trainer.map_buffer(ready.storage, keep=True)

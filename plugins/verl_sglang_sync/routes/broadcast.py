@@ -25,7 +25,8 @@ from sglang_loader.common.ranks import Ranks
 from sglang_loader.common.session.messages import PeerLost
 from verl_sglang_sync.engine.engine_ranks import EngineRank, poll
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.routes.route import Delivery, Poll, ReadyBucket
+from verl_sglang_sync.routes.export import Delivery, ReadyBucket
+from verl_sglang_sync.routes.route import Poll
 from verl_sglang_sync.trainer_ranks import AGREE_EVERY_S
 
 NUM_TRAVELLING = 2

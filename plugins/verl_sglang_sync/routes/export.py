@@ -9,12 +9,42 @@ from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass, replace
 from itertools import chain, islice
 
+import torch
+
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.routes.route import Delivery, ReadyBucket, Sending, SyncSource
+from verl_sglang_sync.routes.route import Sending, SyncSource
 from verl_sglang_sync.routes.staging_ring import StagingRing
-from verl_sglang_sync.sources.bucket_cutter import BucketCutter
+from verl_sglang_sync.sources.bucket_cutter import Bucket, BucketCutter
 from verl_sglang_sync.sources.comparison import Comparison
 from verl_sglang_sync.sources.export import Export
+
+
+@dataclass(frozen=True)
+class ReadyBucket:
+    """A packed bucket of an export.
+
+    Attributes:
+        index: position in the sync, from 0.
+        storage: the staging buffer that the bucket begins in. None on a rank without engines.
+    """
+
+    index: int
+    bucket: Bucket
+    storage: torch.UntypedStorage | None = None
+
+
+class Delivery:
+    """The delivery of ready buckets to the engine ranks of one trainer rank, in one sync.
+
+    Both methods raise the errors of a session, with the name of the engine rank.
+    """
+
+    def deliver(self, ready: ReadyBucket) -> None:
+        """Request the engine ranks to load the next bucket."""
+        raise NotImplementedError
+
+    def make_room(self) -> None:
+        """Wait until the staging buffer for the next bucket is free, if that bucket needs one."""
 
 
 @dataclass(eq=False)
@@ -24,6 +54,7 @@ class ExportedBuckets(SyncSource):
     Attributes:
         ring: the staging buffers. None if this rank delivers to no engine. Such a rank still
             iterates the export, because the collectives of the export need every rank.
+        delivery: takes the packed buckets to the engine ranks.
         comparison: compares the export with the parameters. The engine loads the previous bucket
             at the same time. None if no route wants the comparison.
         frees_ring: the buffers are freed after the sync, for the engine's KV cache.
@@ -36,6 +67,7 @@ class ExportedBuckets(SyncSource):
     ring: StagingRing | None
     report: SyncReport
     _: KW_ONLY
+    delivery: Delivery
     frees_ring: bool
     comparison: Comparison | None = None
     compares_buckets: bool = True
@@ -46,12 +78,12 @@ class ExportedBuckets(SyncSource):
     def start(self) -> None:
         self._buckets = chain([*islice(self._buckets, 1)], self._buckets)
 
-    def send(self, sessions: Sending, delivery: Delivery) -> None:
+    def send(self, sessions: Sending) -> None:
         for ready in self._buckets:
-            delivery.deliver(ready)
+            self.delivery.deliver(ready)
             sessions.count(ready.bucket)
             if not ready.bucket.is_last:
-                delivery.make_room()
+                self.delivery.make_room()
 
     def drain(self) -> None:
         """Iterate the rest of the export, because its collectives need every rank."""

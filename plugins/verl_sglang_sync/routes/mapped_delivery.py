@@ -9,7 +9,7 @@ from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.engine_ranks import EngineRank, wait_for
 from verl_sglang_sync.engine.session import TrainerSession
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.routes.route import Delivery, ReadyBucket
+from verl_sglang_sync.routes.export import Delivery, ReadyBucket
 
 
 @dataclass(eq=False)

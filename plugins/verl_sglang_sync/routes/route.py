@@ -65,36 +65,8 @@ NOT_TRACEABLE = (
 )
 
 
-@dataclass(frozen=True)
-class ReadyBucket:
-    """A packed bucket of an export.
-
-    Attributes:
-        index: position in the sync, from 0.
-        storage: the staging buffer that the bucket begins in. None on a rank without engines.
-    """
-
-    index: int
-    bucket: Bucket
-    storage: torch.UntypedStorage | None = None
-
-
 Poll: TypeAlias = Callable[[Callable[[], bool | None]], object]
 """The `Ranks.poll` method of the ranks in a sync."""
-
-
-class Delivery:
-    """The delivery of ready buckets to the engine ranks of one trainer rank, in one sync.
-
-    Both methods raise the errors of a session, with the name of the engine rank.
-    """
-
-    def deliver(self, ready: ReadyBucket) -> None:
-        """Request the engine ranks to load the next bucket."""
-        raise NotImplementedError
-
-    def make_room(self) -> None:
-        """Wait until the staging buffer for the next bucket is free, if that bucket needs one."""
 
 
 class Sending(Protocol):
@@ -124,12 +96,8 @@ class SyncSource:
     def start(self) -> None:
         """Prepare the first bucket."""
 
-    def send(self, sessions: Sending, delivery: Delivery) -> None:
-        """Send everything to this rank's engine ranks.
-
-        Args:
-            delivery: of the buckets of an export.
-        """
+    def send(self, sessions: Sending) -> None:
+        """Send everything to this rank's engine ranks."""
         raise NotImplementedError
 
     def confirm(self) -> None:

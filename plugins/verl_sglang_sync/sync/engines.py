@@ -1,8 +1,8 @@
 """The engine ranks that a trainer rank syncs, and how its packed buckets get to them.
 
-    delivery = engines.open(stack, engine_ranks, task, proof)   # fills the list: one, many, or none
-    delivery.deliver(bucket)
-    engines.abandon()                   # a sync has failed: drop what the next must not use
+    engines.open(stack, engine_ranks, task, proof)      # fills the list: one, many, or none
+    delivery = engines.delivery(engine_ranks, report)   # of an export's buckets
+    engines.abandon()                # a sync has failed: drop what the next must not use
 
 `ColocatedEngine`: every trainer rank has a session with the engine rank on its own device, which
 maps the trainer rank's staging buffers. `RemoteEngines` (disaggregated): the first trainer rank has
@@ -27,8 +27,8 @@ from verl_sglang_sync.engine.session import SentHandles, SessionSockets, Trainer
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroup, UpdateGroups
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.broadcast import BroadcastDelivery
+from verl_sglang_sync.routes.export import Delivery
 from verl_sglang_sync.routes.mapped_delivery import MappedDelivery
-from verl_sglang_sync.routes.route import Delivery
 from verl_sglang_sync.routes.table.table_route import TableRoute
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.memory_blocks import BlockNames
@@ -64,16 +64,19 @@ class ColocatedEngine:
 
     def open(
         self, stack: ExitStack, engine_ranks: list[EngineRank], task: SyncTask, proof: Proof
-    ) -> Delivery:
+    ) -> None:
         """Make this rank's session. The replica's leader requests those of all its ranks."""
-        settings, request = self._settings, OpeningRequest(self._engine, task.version)
-        session = TrainerSession(self.sockets, settings, self._names, self._sent, proof=proof)
+        request = OpeningRequest(self._engine, task.version)
+        session = TrainerSession(self.sockets, self._settings, self._names, self._sent, proof=proof)
         stack.enter_context(session)
         engine_ranks.append(EngineRank("", session, request, self._known_ranks[0]))
         descriptors, of_replica = self._ranks.gather(session.descriptor), self._ranks.replica_ranks
         if own_rank() == of_replica[0]:
             request.post([descriptors[rank] for rank in of_replica])
-        return MappedDelivery(engine_ranks, settings, task.report)
+
+    def delivery(self, engine_ranks: Sequence[EngineRank], report: SyncReport) -> Delivery:
+        """Return the delivery of an export's buckets to these engine ranks."""
+        return MappedDelivery(engine_ranks, self._settings, report)
 
     def known_ranks(self) -> Sequence[KnownEngineRank]:
         """Return the engine rank."""
@@ -105,6 +108,7 @@ class RemoteEngines:
     def __post_init__(self) -> None:
         remove_orphans()  # as a session's trainer does when it makes a folder of its own
         self._known_ranks: Sequence[KnownEngineRank] = ()
+        self._group: UpdateGroup | None = None  # of this sync, on the first trainer rank
         self._sending: UpdateGroup | None = None  # of the last sync in which all ranks might send
         self._known_group = ""  # name of the group of these engine ranks
         # By server and TP rank. An engine that was started anew says that it maps nothing.
@@ -114,20 +118,24 @@ class RemoteEngines:
 
     def open(
         self, stack: ExitStack, engine_ranks: list[EngineRank], task: SyncTask, proof: Proof
-    ) -> Delivery:
+    ) -> None:
         """Make all sessions, once the groups are formed that the last sync has not left."""
-        settings, senders = self._settings, ""
-        group: UpdateGroup | None = None
+        group, senders = None, ""
         if self._groups is not None:
             group = self._group_of(self._groups, task.replicas)
+        self._group = group
         if self.route is not None and self.route.is_prepared and self.route.sends:
             self._sending = self._sending_group_of(group)
             senders = self._sending.name
-        if group is None:
-            return MappedDelivery((), settings, task.report)
-        self._open_sessions(group, senders, stack, task.version, proof, engine_ranks)
-        limit_s = settings.request_timeout_s
-        return BroadcastDelivery(engine_ranks, group.process_group, limit_s, task.report)
+        if group is not None:
+            self._open_sessions(group, senders, stack, task.version, proof, engine_ranks)
+
+    def delivery(self, engine_ranks: Sequence[EngineRank], report: SyncReport) -> Delivery:
+        """Return the delivery of an export's buckets to these engine ranks."""
+        if self._group is None:
+            return MappedDelivery((), self._settings, report)
+        limit_s = self._settings.request_timeout_s
+        return BroadcastDelivery(engine_ranks, self._group.process_group, limit_s, report)
 
     def known_ranks(self) -> Sequence[KnownEngineRank]:
         """Return all engine ranks, on the first trainer rank.

@@ -1,10 +1,10 @@
 """The sessions of one trainer rank in one sync, step by step, together with the other ranks.
 
 sessions = Sessions(ranks, settings, report)
-delivery = engines.open(stack, sessions.engine_ranks, task, proof)   # the requests have left
+engines.open(stack, sessions.engine_ranks, task, proof)   # the requests have left
 sessions.wait_joined(can_prove=True)         # all ranks: every engine rank has joined
 sessions.check_plans(proves=False)           # with what the route was proven with
-sessions.send(source, delivery)              # each rank at its own pace
+sessions.send(source)                        # each rank at its own pace
 sessions.finish(meanwhile)                   # its engine ranks have read all
 loaded = sessions.wait_until_loaded()        # all ranks: every engine has judged what it has loaded
 sessions.commit(is_last=True)                # once all ranks have come so far
@@ -38,7 +38,7 @@ from verl_sglang_sync.engine.session import (
     TrainerSession,
 )
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.routes.route import Delivery, SyncSource
+from verl_sglang_sync.routes.route import SyncSource
 from verl_sglang_sync.sources.bucket_cutter import Bucket
 from verl_sglang_sync.trainer_ranks import AGREE_EVERY_S, RankLost, ReplicasDiffer, WeightSyncError
 
@@ -213,13 +213,9 @@ class Sessions:
         self.report.count_bucket(len(bucket.layout.tensors), bucket.payload_bytes)
         self.report.sent_bytes += bucket.payload_bytes
 
-    def send(self, source: SyncSource, delivery: Delivery) -> None:
-        """Send everything. The engines may still be at the last loads.
-
-        Args:
-            delivery: of the buckets of an export.
-        """
-        source.send(self, delivery)
+    def send(self, source: SyncSource) -> None:
+        """Send everything. The engines may still be at the last loads."""
+        source.send(self)
         if not self.sent.num_buckets:
             raise ValueError("the trainer exported no tensor")
 

@@ -340,8 +340,8 @@ class WeightSync:
             try:
                 self.check_reply(report)
                 with report.stage("open"):
-                    delivery = self._engines.open(stack, sessions.engine_ranks, task, proof)
-                source = self._choose(sync_pass)
+                    self._engines.open(stack, sessions.engine_ranks, task, proof)
+                source = self._choose(sync_pass, sessions)
                 memory.callback(source.close)
                 is_exported = isinstance(source, ExportedBuckets)
                 if is_exported:
@@ -358,7 +358,7 @@ class WeightSync:
                             sessions.check_plans(proves=proof == "route")
                             if source.is_collective:
                                 ranks.check()
-                    sessions.send(source, delivery)
+                    sessions.send(source)
                     source.confirm()
                 except RankLost:
                     raise  # the rest of the export would wait for that rank
@@ -392,7 +392,7 @@ class WeightSync:
         if proof != "none":
             self._note_compared(sync_pass, loaded)
 
-    def _choose(self, sync_pass: SyncPass) -> SyncSource:
+    def _choose(self, sync_pass: SyncPass, sessions: Sessions) -> SyncSource:
         """Return what the route offers if it has this sync's weights, else the export."""
         weights, report = sync_pass.task.weights, sync_pass.task.report
         if sync_pass.tries_route:
@@ -411,6 +411,7 @@ class WeightSync:
             self._cutter,
             self._ring,
             report,
+            delivery=self._engines.delivery(sessions.engine_ranks, report),
             frees_ring=self._frees_ring,
             comparison=comparison,
             compares_buckets=not is_quantized,

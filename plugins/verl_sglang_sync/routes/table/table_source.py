@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from sglang_loader.common.copies.strided import synchronize_device
 from sglang_loader.common.shared_memory import drop_references
 from verl_sglang_sync.report import SyncReport
-from verl_sglang_sync.routes.route import Delivery, RouteContext, Sending, SyncSource
+from verl_sglang_sync.routes.route import RouteContext, Sending, SyncSource
 from verl_sglang_sync.routes.table.located import ParameterLocations, TablePlan
 from verl_sglang_sync.routes.table.shard_sending import ShardSending
 from verl_sglang_sync.routes.table.transports import RoundsInSync
@@ -59,7 +59,7 @@ class TableSource(SyncSource):
         synchronize_device(self.context.device)  # an optimizer may work on a stream of its own
         self._held = self.locations.snapshot.hold()
 
-    def send(self, sessions: Sending, delivery: Delivery) -> None:
+    def send(self, sessions: Sending) -> None:
         """Request the engines to load all shards, and send those that an engine cannot map.
 
         Raises:
