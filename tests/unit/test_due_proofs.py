@@ -12,8 +12,7 @@ from sglang_loader.common.session.messages import PeerLost
 from sglang_loader.load_plan.executor import PlanExecutor
 from unit.route_ranks import Rank
 from unit.serving_engine import ByName, ServingEngine, colocated, synced
-from verl_sglang_sync.engine.engine_ranks import EngineRank
-from verl_sglang_sync.engine.known_ranks import KnownEngineRank
+from verl_sglang_sync.engine.engine_ranks import EngineRank, KnownEngineRank
 from verl_sglang_sync.engine.server_client.errors import ReplyLost, ServerUnreachable
 from verl_sglang_sync.engine.session import EngineCannotMap, TrainerSession
 from verl_sglang_sync.routes.staging_ring import StagingRing

@@ -22,8 +22,12 @@ from sglang_loader.session import mapped_memory
 from sglang_loader.session import serve as session
 from support.settings import settings_of
 from unit.serving_engine import ByName
-from verl_sglang_sync.engine.engine_ranks import EngineRank, OpeningRequest, wait_for
-from verl_sglang_sync.engine.known_ranks import KnownEngineRank
+from verl_sglang_sync.engine.engine_ranks import (
+    EngineRank,
+    KnownEngineRank,
+    OpeningRequest,
+    wait_for,
+)
 from verl_sglang_sync.engine.session import (
     BlockNotMapped,
     EngineCannotMap,

@@ -12,8 +12,7 @@ from unit.failed_replies import BAD, LOST, FailsReplies, failed_request
 from unit.serving_engine import ServingEngine, colocated, synced
 from unit.test_session_commit import SETTINGS
 from verl_sglang_sync import WeightSyncError
-from verl_sglang_sync.engine.engine_ranks import EngineRank
-from verl_sglang_sync.engine.known_ranks import KnownEngineRank
+from verl_sglang_sync.engine.engine_ranks import EngineRank, KnownEngineRank
 from verl_sglang_sync.engine.server_client.errors import RequestFailed, ServerError
 from verl_sglang_sync.engine.session import EngineFailed, TrainerSession
 from verl_sglang_sync.report import SyncReport

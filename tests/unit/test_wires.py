@@ -11,7 +11,7 @@ from sglang_loader.common.regions.read import Read
 from sglang_loader.common.rounds import RoundPart, SentRound
 from unit import route_ranks
 from unit.route_ranks import TP, Rank
-from verl_sglang_sync.engine.known_ranks import KnownEngineRank
+from verl_sglang_sync.engine.engine_ranks import KnownEngineRank
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.table.sending import check_parts
 from verl_sglang_sync.routes.table.transports import count_pairs

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from sglang_loader.common.ranks import drop_frames
+from sglang_loader.common.rounds import SentRound
 from sglang_loader.common.session.messages import SESSION_FORMAT, PeerLost, SessionError
-from verl_sglang_sync.engine.known_ranks import KnownEngineRank
 from verl_sglang_sync.engine.server_client import operations
 from verl_sglang_sync.engine.server_client.errors import ReplyLost, ServerUnreachable
 from verl_sglang_sync.engine.server_client.operations import Call
@@ -131,6 +131,28 @@ class OpeningRequest:
             log_remarks(self._reply.result())
         except ReplyLost as error:
             logger.warning("the weights were published, but the reply was lost: %s", error)
+
+
+class KnownEngineRank:
+    """The part of an engine rank that is kept from sync to sync.
+
+    Args:
+        replica: number of its replica among those that this trainer rank has sessions with.
+
+    Attributes:
+        is_sent_to: trainer ranks send shards that it cannot map, to the engine rank or to another
+            rank of its process group.
+        proven_plan: name of the load plan with which the route to this engine rank was proven.
+        rounds_digest: digest of `rounds`, or "".
+        rounds: the bytes that trainer ranks send, as the engine rank has last listed them.
+    """
+
+    def __init__(self, replica: int = 0) -> None:
+        self.replica = replica
+        self.is_sent_to = False
+        self.proven_plan = ""
+        self.rounds_digest = ""
+        self.rounds: Sequence[SentRound] = ()
 
 
 @dataclass(frozen=True)

@@ -47,8 +47,7 @@ import torch
 from sglang_loader.common.ranks import Ranks, Reason
 from sglang_loader.common.session.messages import Loaded
 from verl_sglang_sync.config import WeightSyncConfig
-from verl_sglang_sync.engine.engine_ranks import EngineRank
-from verl_sglang_sync.engine.known_ranks import KnownEngineRank
+from verl_sglang_sync.engine.engine_ranks import EngineRank, KnownEngineRank
 from verl_sglang_sync.report import SyncReport, warn_once
 from verl_sglang_sync.sources.bucket_cutter import Bucket, BucketCutter
 from verl_sglang_sync.sources.comparison import Comparison

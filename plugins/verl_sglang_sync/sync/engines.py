@@ -21,8 +21,12 @@ from sglang_loader.common.session.folder import SessionFolder, remove_orphans
 from sglang_loader.common.session.messages import Proof
 from sglang_loader.common.shared_memory import BufferHandle
 from verl_sglang_sync.config import WeightSyncConfig
-from verl_sglang_sync.engine.engine_ranks import EngineRank, EngineServer, OpeningRequest
-from verl_sglang_sync.engine.known_ranks import KnownEngineRank
+from verl_sglang_sync.engine.engine_ranks import (
+    EngineRank,
+    EngineServer,
+    KnownEngineRank,
+    OpeningRequest,
+)
 from verl_sglang_sync.engine.session import SentHandles, SessionSockets, TrainerSession
 from verl_sglang_sync.engine.update_groups import Replica, UpdateGroup, UpdateGroups
 from verl_sglang_sync.report import SyncReport
