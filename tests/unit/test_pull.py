@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from sglang_loader.common.bucket_source import BucketPiece
 from sglang_loader.common.layout import BucketLayout, BucketTensor, WireError, encode_layout
+from sglang_loader.common.ranks import Reason
 from sglang_loader.common.regions.compose import ByteMap
 from sglang_loader.common.weight_map import (
     ShardMemory,
@@ -20,9 +21,12 @@ from sglang_loader.common.weight_map import (
     encode_weight_map,
 )
 from sglang_loader.session.mapped_memory import MappedMemory
+from support.settings import settings_of
 from unit import route_ranks
 from unit.route_ranks import TP, Rank
 from verl_sglang_sync.engine.session import EngineCannotMap, EngineFailed, TrainerSession
+from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.routes.route import Route, RouteContext, RouteState
 from verl_sglang_sync.routes.table.weight_map_builder import (
     NO_BYTES,
     MemoryTable,
@@ -39,6 +43,7 @@ from verl_sglang_sync.sources.export_trace import (
     TracedTensor,
 )
 from verl_sglang_sync.sources.owners import Origin, Owners, held_by_all, shards_of_rows
+from verl_sglang_sync.trainer_ranks import TrainerRanks
 
 CPU = torch.device("cpu")
 
@@ -252,6 +257,27 @@ def test_a_short_lived_route_is_tried_less_often(pool):
     for seen in play(pool, *moves, kind="dense"):
         assert seen["routes"] == ["export"] * 3
         assert seen["state"] == "RETRY_LATER" and "changed twice in a row" in seen["off"]
+
+
+class RefusingRoute(Route):
+    """A route that turns itself off when it is asked for a source."""
+
+    fallback_text = "every weight is exported"
+
+    def _source(self, weights, report):
+        self.refuse(Reason("nothing can be mapped", is_final=True))
+
+
+def test_a_route_that_is_off_stays_off():
+    """Also if it was short-lived twice, for which it would be tried again later."""
+    settings = settings_of("compiled")
+    route = RefusingRoute(RouteContext(TrainerRanks(), CPU, settings, lambda: ()))
+    for _ in range(2):
+        route.note_proven()
+        route.note_outdated()
+    route.state = RouteState.LEARNT
+    assert route.choose([], SyncReport(mode="compiled", replica=0), proves=True) is None
+    assert route.state is RouteState.OFF
 
 
 def test_on_fallback_error_names_the_reasons(pool):

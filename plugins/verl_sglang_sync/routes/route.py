@@ -309,7 +309,7 @@ class Route:
         self.forget()
         self._num_short += is_short
         # A route that changes at every sync is not worth its preparation.
-        if self._num_short > 1:
+        if is_short and self._num_short > 1:
             text = "the parameters or the engines changed twice in a row before the first use"
             self.refuse(Reason(text, is_final=False))
 
