@@ -105,6 +105,15 @@ class Losing(Watched):
         raise RankLost("rank 2 did not answer")
 
 
+class LosesLater(Watched):
+    """Loses a rank when all engine ranks have loaded."""
+
+    def _exchange(self, turn):
+        if turn.same is not None:
+            raise RankLost("rank 2 did not answer")
+        return super()._exchange(turn)
+
+
 def test_a_lost_rank_is_named_with_the_stage():
     report = SyncReport(mode="flattened", replica=0)
     sessions = Sessions(Losing([]), SETTINGS, report)
@@ -116,6 +125,14 @@ def test_a_lost_rank_is_named_with_the_stage():
             sessions.fail(error, can_repeat=True)
     report.restart()
     assert report.failed_stage is None
+
+
+def test_a_lost_ranks_stage_is_named_once():
+    keys = {"bucket_bytes": 256, "manifest_check": "off", "request_timeout_s": 10}
+    weight_sync = colocated(ServingEngine(), "compiled", LosesLater([]), **keys)
+    with pytest.raises(RankLost) as lost:
+        synced(weight_sync, [("first", torch.ones(60))])
+    assert str(lost.value).count("It happened in stage") == 1
 
 
 def test_nobody_is_asked_once_a_rank_is_lost():

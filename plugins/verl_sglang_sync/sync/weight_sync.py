@@ -53,7 +53,7 @@ from verl_sglang_sync.sources.export import (
 )
 from verl_sglang_sync.sync.engines import ColocatedEngine, RemoteEngines, SyncTask
 from verl_sglang_sync.sync.sessions import FallbackRefused, Sessions, SyncFailed
-from verl_sglang_sync.trainer_ranks import RankLost
+from verl_sglang_sync.trainer_ranks import RankLost, ReplicasDiffer
 
 logger = logging.getLogger(__name__)
 
@@ -159,8 +159,8 @@ class WeightSync:
                     self._sync(task)
                     # No rank may fail after the others have left: it would wait for them.
                     self._ranks.check()
-                except (SyncFailed, Interrupted):
-                    raise
+                except (SyncFailed, Interrupted, RankLost, ReplicasDiffer):
+                    raise  # all ranks have this error already
                 except BaseException as error:  # outside of a session
                     Sessions(self._ranks, self._settings, report).fail(error, can_repeat=False)
         except BaseException as error:
