@@ -19,6 +19,7 @@ from sglang_loader.session import plan_store
 from unit.route_ranks import TP, EngineModel, Rank, local_of
 
 STEPS = ("sync", "step", "sync", "step", "sync")
+SHARE = "verl_sglang_sync.routes.table.table_route.share_block"
 LEFT_OUT = "model.layers.1.self_attn.o_proj.weight"
 
 
@@ -165,6 +166,17 @@ def test_a_replayed_export_proves_no_saved_plan(pool, tmp_path):
         assert after["errors"] == [] and not any(after["wrong"])
         assert after["routes"] == ["export", "export", "export"]
         assert after["proven"] == [True, False, None] and after["state"] == "OFF"
+
+
+def test_an_export_in_a_proof_is_followed(pool, tmp_path):
+    """The route's parameters are not located, so the saved plan loads the export, which is good."""
+    lives = PartialModel, EngineModel
+    no_room = "sync_failing", 1, SHARE, MemoryError("no room for handles")
+    steps = (no_room, "step", "sync", "step", "sync")
+    play = partial(_play_restarted, steps=steps)
+    for _, (after, _) in pool.run(play, str(tmp_path / "plans"), "pull", lives):
+        assert after["errors"] == [] and not any(after["wrong"])
+        assert after["proven"][1] is False
 
 
 def test_a_tp_rank_trusts_no_plan_alone(pool, tmp_path):

@@ -262,7 +262,10 @@ class WeightSync:
             cannot_map = any(ending.cannot_map for ending in error.endings)
             route.refuse_unproven(reason, cannot_map=cannot_map)
             return False
-        if not sync_pass.by_route:  # the route had nothing to offer, and the export proved itself
+        if not sync_pass.by_route:
+            # The parameters could not be located, so the export came once more, by the load plan.
+            # The weights are proven. What a saved load plan leaves out shows in the next sync.
+            self._next_proof = self._num_syncs + 2 if sync_pass.needs_later_proof else None
             return True
         route.note_proven()
         task.report.is_proven = True
