@@ -17,7 +17,7 @@ from sglang_loader.common.session.messages import SESSION_FORMAT
 from sglang_loader.hooks import http as http_hooks
 from sglang_loader.hooks import proof_requests as proof_hooks
 from sglang_loader.hooks.proof_requests import Proofs, add_endpoints, proof_fact
-from sglang_loader.session import serve as session
+from sglang_loader.session.proof import HeldWeights
 from sglang_loader.upstream import facts_of, with_facts
 from unit import route_ranks
 from unit.serving_engine import ByName, ServingEngine, colocated, synced
@@ -183,7 +183,7 @@ def test_a_proof_that_breaks_has_proven_nothing(monkeypatch, caplog):
     engine, weight_sync = one_rank(wants_proof=False)
     synced(weight_sync, WEIGHTS)
     engine.wants_proof = True
-    monkeypatch.setattr(session.HeldWeights, "of", Mock(side_effect=MemoryError("no memory")))
+    monkeypatch.setattr(HeldWeights, "of", Mock(side_effect=MemoryError("no memory")))
     commit, is_last = TrainerSession.commit, []
 
     def noted(session, watch, **keys):

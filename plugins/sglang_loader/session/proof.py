@@ -14,17 +14,22 @@ swap of tensors that hold the same bytes in this sync, such as norms that are al
 finds such tensors. The trainer repeats the proof when they may have become different. In the proof
 "served" the weights come by the export instead, and nothing is poisoned. Digests are taken on the
 device, and read each storage once.
+
+A `SessionProof` takes these steps in a session, and draws the consequences for the load plans. A
+load plan loads exports, too. If the proof fails, the plan may be at fault.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from sglang_loader.common.digest import digests_on_host
+from sglang_loader.common.naming import listed
+from sglang_loader.common.session.messages import Proof
 from sglang_loader.load_plan.destinations import (
     Destinations,
     collect_destinations,
@@ -103,3 +108,78 @@ class HeldWeights:
             )
             names += [name for storage in changed for name in before.names_of(storage)]
         return names
+
+
+class SessionProof:
+    """The proof of one session on one engine rank.
+
+    Args:
+        kind: "route" or "served". See the module.
+        loaders: of the session's models.
+
+    Attributes:
+        differing: tensors that were held with other bytes than the session has brought.
+        needs_another: a later proof, with other weights, would show more.
+    """
+
+    def __init__(self, kind: Proof, loaders: Sequence[ModelLoader]) -> None:
+        self.differing: list[str] = []
+        self.needs_another = False
+        self._proves_route = kind == "route"
+        self._loaders = loaders
+        self._held: HeldWeights | None = None
+        self._trusted_here: list[ModelLoader] = []  # whose saved plans this session has proven
+
+    def begin(self, before_writing: Callable[[], None]) -> None:
+        """Take digests of what the engine holds. For the proof of a route, poison the weights.
+
+        Args:
+            before_writing: called before a byte is overwritten.
+        """
+        self._held = HeldWeights.of(self._loaders)
+        if self._proves_route:
+            before_writing()
+            self._held.poison()
+
+    def end(self) -> None:
+        """Compare what the engine holds with what it held, when everything is loaded.
+
+        Raises:
+            Differs: the bytes differ, and this session proves a route.
+        """
+        assert self._held is not None, "the proof has begun"
+        self.differing, self.needs_another = self._held.differing(), self._held.has_alike
+        self._held = None
+        is_saved = any(loader.has_unproven_plan for loader in self._loaders)
+        if not self.differing:
+            # What a saved plan leaves out has the right bytes until the weights change.
+            self.needs_another |= is_saved
+            if self._proves_route:
+                self._trust_plans()
+            return
+        text = f"{len(self.differing)} tensors with wrong bytes"
+        culprits = f"left by the load plan or by the route: {listed(self.differing)}"
+        if not self._proves_route:
+            for loader in self._loaders:
+                loader.distrust_plan(f"a proof found {text}, {culprits}")
+            return
+        # The export that follows must not be loaded by a plan that may be at fault.
+        for loader in self._loaders:
+            loader.doubt_plan(f"the proof of a route found {text}, {culprits}")
+        # Nothing of this session may be served.
+        raise (SavedPlanDiffers if is_saved else Differs)(
+            f"{len(self.differing)} tensors differ from what load_weights made of the full export: "
+            f"{listed(self.differing)}"
+        )
+
+    def _trust_plans(self) -> None:
+        for loader in self._loaders:
+            if loader.has_unproven_plan:
+                self._trusted_here.append(loader)
+            loader.trust_plan()
+
+    def undo(self) -> None:
+        """Drop the saved plans that this session has proven: another TP rank has failed."""
+        # The saved plan of that rank may be wrong, and then this one as well.
+        for loader in self._trusted_here:
+            loader.forget_plan("its proof has failed on another TP rank")

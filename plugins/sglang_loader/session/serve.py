@@ -38,7 +38,7 @@ from sglang_loader.load_plan.plan import LoadPlan
 from sglang_loader.session.group_receiver import GroupReceiver
 from sglang_loader.session.mapped_memory import MappedMemory
 from sglang_loader.session.model_loader import ModelLoader, SyncOutcome, loader_of
-from sglang_loader.session.proof import Differs, HeldWeights, SavedPlanDiffers
+from sglang_loader.session.proof import Differs, SavedPlanDiffers, SessionProof
 from sglang_loader.upstream import device_of, engine_context, tp_rank
 
 logger = logging.getLogger(__name__)
@@ -99,9 +99,6 @@ class Session:
         senders: the process group in which all trainer ranks send, or None.
         wants_proof: see `Hello`.
 
-    Attributes:
-        differing: tensors that differed in a proof on this rank. See `Loaded`.
-
     Raises:
         SessionError: a proxy has repeated the request, which is not executed again.
     """
@@ -138,14 +135,18 @@ class Session:
         self._begun: deque[Load] = deque()  # not yet launched
         self._in_flight: deque[tuple[int, torch.cuda.Event | None]] = deque()  # launched, in order
         self._rounds: deque[ModelLoader] = deque()  # by which model each round is to be loaded
-        self._held: HeldWeights | None = None  # what a proof compares with
         self._outcome: SyncOutcome | None = None  # of a session that has loaded everything
-        self.differing: list[str] = []
-        self._needs_later_proof = False
-        self._trusted_here: list[ModelLoader] = []  # whose saved plans this session has proven
+        self._proof: SessionProof | None = None
+        if descriptor.proof != "none":
+            self._proof = SessionProof(descriptor.proof, self._loaders)
         self._seconds = dict.fromkeys(("waiting", "launching", "copying"), 0.0)
         self._has_released = self._has_failed = False
         self._channel = engine_end(descriptor.endpoint, is_signed=bool(descriptor.group))
+
+    @property
+    def differing(self) -> Sequence[str]:
+        """The tensors that differed in a proof on this rank. See `Loaded`."""
+        return self._proof.differing if self._proof is not None else ()
 
     def load(self) -> None:
         """Load until this rank has every byte and reads nothing of the trainer's memory any more.
@@ -175,8 +176,8 @@ class Session:
             self._channel.send(
                 messages.Loaded,
                 **asdict(self._outcome),
-                differing=self.differing,
-                needs_later_proof=self._needs_later_proof,
+                differing=list(self.differing),
+                needs_later_proof=self._proof is not None and self._proof.needs_another,
                 host=host_id(),
                 seconds=dict(self._seconds),
             )
@@ -210,9 +211,8 @@ class Session:
         if self._has_failed:
             return
         if failures:
-            # The saved plan of another TP rank may be wrong, and then this one as well.
-            for loader in self._trusted_here:
-                loader.forget_plan("its proof has failed on another TP rank")
+            if self._proof is not None:
+                self._proof.undo()
             self._mapped.release_all()
         with suppress(SessionError), self._channel:  # the reply to the request reports it, too
             if failures:
@@ -242,7 +242,9 @@ class Session:
             loader.check_addresses()
             loader.prepare()
         _expected(messages.Welcome, self._channel.receive(timeout_s=HANDSHAKE_TIMEOUT_S))
-        self._begin_proof()
+        if self._proof is not None:
+            with self._spending("proving"):
+                self._proof.begin(self._steps.before_writing)
         while True:
             message = self._next_message()
             if isinstance(message, Load):
@@ -252,61 +254,12 @@ class Session:
             elif isinstance(message, messages.Finish):
                 self._load_remaining()
                 self._outcome = self._finish(message)
-                self._end_proof()
+                if self._proof is not None:
+                    with self._spending("proving"):
+                        self._proof.end()
                 return
             else:
                 _expected(messages.LoadBucket, message)
-
-    def _begin_proof(self) -> None:
-        """Take digests of what the engine holds. For the proof of a route, poison the weights."""
-        if self._descriptor.proof == "none":
-            return
-        with self._spending("proving"):
-            self._held = HeldWeights.of(self._loaders)
-            if self._descriptor.proof == "route":
-                self._steps.before_writing()
-                self._held.poison()
-
-    def _end_proof(self) -> None:
-        """Compare what the engine holds with what it held before the first bucket.
-
-        Raises:
-            Differs: the bytes differ, and this session proves a route.
-        """
-        if self._held is None:
-            return
-        with self._spending("proving"):
-            self.differing = self._held.differing()
-            self._needs_later_proof = self._held.has_alike
-            self._held = None
-        proves_route = self._descriptor.proof == "route"
-        is_saved = any(loader.has_unproven_plan for loader in self._loaders)
-        if not self.differing:
-            # What a saved plan leaves out has the right bytes until the weights change. So there is
-            # another proof, with other weights.
-            self._needs_later_proof |= is_saved
-            for loader in self._loaders if proves_route else ():
-                if loader.has_unproven_plan:
-                    self._trusted_here.append(loader)
-                loader.trust_plan()
-            return
-        if proves_route:  # nothing of this session may be served
-            # The export that follows must not be loaded by a plan that may be at fault.
-            for loader in self._loaders:
-                loader.doubt_plan(
-                    f"the proof of a route found {len(self.differing)} tensors with wrong "
-                    f"bytes, left by the route or by the load plan: {listed(self.differing)}"
-                )
-            raise (SavedPlanDiffers if is_saved else Differs)(
-                f"{len(self.differing)} tensors differ from what load_weights made of the full "
-                f"export: {listed(self.differing)}"
-            )
-        # The load plan may be at fault. It loads exports, too.
-        for loader in self._loaders:
-            loader.distrust_plan(
-                f"a proof found {len(self.differing)} tensors with wrong bytes, left by the load "
-                f"plan or the route: {listed(self.differing)}"
-            )
 
     def _next_message(self) -> FromTrainer:
         """Return the trainer's next message. Until it comes, launch and report loads."""
