@@ -12,7 +12,8 @@ from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.session.messages import SessionError
 from sglang_loader.load_plan.rounds import CUT_BYTES
-from sglang_loader.session.model_loader import MAX_RECORDINGS, MAX_SYNCS_APART, loader_of
+from sglang_loader.session.kept_plan import MAX_RECORDINGS, MAX_SYNCS_APART
+from sglang_loader.session.model_loader import loader_of
 from support.scattered import Scattered
 
 CONTEXT = {"tp_rank": 0, "expert_map": bytes(4)}

@@ -321,8 +321,8 @@ class WeightUpdate:
         """Remarks for the reply to a good sync, each on one topic: checks, kernels, saved plans."""
         check = self._verdict.remark() if self.manifest_check != "off" and self._verdict else ""
         replaced = [f"in the engine {fallback}" for fallback in fallbacks]
-        loaders = map(loader_of, self.models)
-        refused = [f"in the engine {text}" for loader in loaders for text in loader.take_remarks()]
+        kept_plans = [loader_of(model).kept for model in self.models]
+        refused = [f"in the engine {text}" for kept in kept_plans for text in kept.take_remarks()]
         return [*([f"manifest check: {check}"] if check else []), *replaced, *refused]
 
     def _judge(self) -> list[str]:

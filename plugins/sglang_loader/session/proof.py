@@ -150,7 +150,7 @@ class SessionProof:
         assert self._held is not None, "the proof has begun"
         self.differing, self.needs_another = self._held.differing(), self._held.has_alike
         self._held = None
-        is_saved = any(loader.has_unproven_plan for loader in self._loaders)
+        is_saved = any(loader.kept.is_unproven for loader in self._loaders)
         if not self.differing:
             # What a saved plan leaves out has the right bytes until the weights change.
             self.needs_another |= is_saved
@@ -161,11 +161,11 @@ class SessionProof:
         culprits = f"left by the load plan or by the route: {listed(self.differing)}"
         if not self._proves_route:
             for loader in self._loaders:
-                loader.distrust_plan(f"a proof found {text}, {culprits}")
+                loader.kept.distrust(f"a proof found {text}, {culprits}")
             return
         # The export that follows must not be loaded by a plan that may be at fault.
         for loader in self._loaders:
-            loader.doubt_plan(f"the proof of a route found {text}, {culprits}")
+            loader.kept.doubt(f"the proof of a route found {text}, {culprits}")
         # Nothing of this session may be served.
         raise (SavedPlanDiffers if is_saved else Differs)(
             f"{len(self.differing)} tensors differ from what load_weights made of the full export: "
@@ -174,12 +174,12 @@ class SessionProof:
 
     def _trust_plans(self) -> None:
         for loader in self._loaders:
-            if loader.has_unproven_plan:
+            if loader.kept.is_unproven:
                 self._trusted_here.append(loader)
-            loader.trust_plan()
+            loader.kept.trust()
 
     def undo(self) -> None:
         """Drop the saved plans that this session has proven: another TP rank has failed."""
         # The saved plan of that rank may be wrong, and then this one as well.
         for loader in self._trusted_here:
-            loader.forget_plan("its proof has failed on another TP rank")
+            loader.kept.forget("its proof has failed on another TP rank")

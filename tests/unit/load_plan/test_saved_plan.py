@@ -87,9 +87,9 @@ def save(model, buckets, context=None):
     """Trace and prove the plan of a model, which saves it."""
     loader = ModelLoader(model)
     load(loader, buckets, context)
-    assert loader.plan is not None and not loader.has_unproven_plan
+    assert loader.plan is not None and not loader.kept.is_unproven
     assert prove(loader, buckets, context) == []
-    loader.trust_plan()
+    loader.kept.trust()
     await_saved()
     return loader.plan
 
@@ -105,13 +105,13 @@ def test_restarted_loader_uses_the_saved_plan():
     plan = save(Cast(), buckets)
     loader = ModelLoader(Cast())
     load(loader, buckets)
-    assert loader.has_unproven_plan
+    assert loader.kept.is_unproven
     assert loader.plan.buckets == tuple(
         replace(b, left_out=(), recomputed=frozenset(), host_reads=()) for b in plan.buckets
     )
     assert loader.plan.coverage == plan.coverage
     assert prove(loader, buckets) == []
-    loader.trust_plan()
+    loader.kept.trust()
     new = sync_of(seed=1)
     outcome = load(loader, new)
     assert outcome.num_replayed == len(new) and outcome.reason is None
@@ -138,7 +138,7 @@ def test_first_sync_with_saved_plan_is_not_traced(monkeypatch):
     loader = ModelLoader(Cast())
     monkeypatch.setattr("sglang_loader.session.recording.trace_bucket", None)
     load(loader, buckets)
-    assert loader.has_unproven_plan
+    assert loader.kept.is_unproven
 
 
 def test_uses_of_a_saved_plan_are_those_traced():
@@ -148,7 +148,7 @@ def test_uses_of_a_saved_plan_are_those_traced():
     save(Cast(), buckets)
     loader = ModelLoader(Cast())
     load(loader, buckets)
-    assert loader.has_unproven_plan
+    assert loader.kept.is_unproven
     assert loader.uses == traced.uses
 
 
@@ -158,7 +158,7 @@ def test_unproven_saved_plan_loads_no_later_sync():
     loader = ModelLoader(Cast())
     load(loader, buckets)
     assert load(loader, buckets).num_replayed == 0
-    assert loader.plan is not None and not loader.has_unproven_plan, "traced now"
+    assert loader.plan is not None and not loader.kept.is_unproven, "traced now"
 
 
 @pytest.mark.parametrize("context", [{"model": "other"}, {"sglang": "0.6"}, {"ranks": "2"}])
@@ -167,8 +167,8 @@ def test_plan_of_another_key_is_not_used(context):
     save(Cast(), buckets)
     loader = ModelLoader(Cast())
     load(loader, buckets, context)
-    assert loader.plan is not None and not loader.has_unproven_plan
-    assert loader.take_remarks() == []
+    assert loader.plan is not None and not loader.kept.is_unproven
+    assert loader.kept.take_remarks() == []
 
 
 def test_plan_of_other_buckets_is_not_used():
@@ -182,7 +182,7 @@ def test_plan_of_other_buckets_is_not_used():
     assert loader.plan is None
     assert all(uses.problem for uses in loader.uses), "the manifest check must not judge by these"
     load(loader, other)
-    assert loader.plan is not None and not loader.has_unproven_plan
+    assert loader.plan is not None and not loader.kept.is_unproven
 
 
 def test_plan_of_other_destinations_is_not_used():
@@ -194,7 +194,7 @@ def test_plan_of_other_destinations_is_not_used():
     load(loader, buckets)
     assert loader.plan is None
     load(loader, buckets)
-    assert loader.plan is not None and not loader.has_unproven_plan
+    assert loader.plan is not None and not loader.kept.is_unproven
 
 
 def test_key_that_cannot_be_made_costs_one_trace(monkeypatch):
@@ -204,8 +204,8 @@ def test_key_that_cannot_be_made_costs_one_trace(monkeypatch):
     monkeypatch.setattr(plan_store, "plan_key", fails)
     loader = ModelLoader(Cast())
     load(loader, sync_of())
-    assert loader.plan is not None and not loader.has_unproven_plan
-    [remark] = loader.take_remarks()
+    assert loader.plan is not None and not loader.kept.is_unproven
+    [remark] = loader.kept.take_remarks()
     assert "no known kind" in remark
 
 
@@ -247,8 +247,8 @@ def test_damaged_file_is_refused_with_one_warning(kind, folder, caplog):
     damage(kind, path)
     loader = ModelLoader(Cast())
     load(loader, buckets)
-    assert loader.plan is not None and not loader.has_unproven_plan
-    [remark] = loader.take_remarks()
+    assert loader.plan is not None and not loader.kept.is_unproven
+    [remark] = loader.kept.take_remarks()
     assert "not used" in remark
     assert sum("not used" in record.message for record in caplog.records) == 1
 
@@ -259,8 +259,8 @@ def test_file_of_another_user_is_refused(folder, monkeypatch):
     monkeypatch.setattr("os.geteuid", lambda: os.getuid() + 1)
     loader = ModelLoader(Cast())
     load(loader, buckets)
-    assert not loader.has_unproven_plan
-    assert "belongs to user" in loader.take_remarks()[0]
+    assert not loader.kept.is_unproven
+    assert "belongs to user" in loader.kept.take_remarks()[0]
 
 
 def test_saved_files_are_private_and_few(folder, monkeypatch):
@@ -292,12 +292,12 @@ def test_wrong_saved_plan_fails_its_proof(folder, monkeypatch):
     save(Cast(), buckets)
     loader = ModelLoader(Swapped())
     load(loader, buckets)
-    assert loader.has_unproven_plan
+    assert loader.kept.is_unproven
     assert prove(loader, buckets) == ["fused"]
-    loader.doubt_plan("its proof failed")
+    loader.kept.doubt("its proof failed")
     assert list(folder.iterdir()) == [], "a restart would fail likewise"
     load(loader, buckets)
-    assert loader.plan is not None and not loader.has_unproven_plan, "traced"
+    assert loader.plan is not None and not loader.kept.is_unproven, "traced"
     assert prove(loader, buckets) == []
 
 
@@ -306,10 +306,10 @@ def test_refuted_plan_is_not_kept(folder):
     loader = ModelLoader(Cast())
     load(loader, buckets)
     assert prove(loader, buckets) == []
-    loader.trust_plan()
+    loader.kept.trust()
     await_saved()
     assert len(list(folder.iterdir())) == 1
-    loader.distrust_plan("a proof found other bytes than the export has")
+    loader.kept.distrust("a proof found other bytes than the export has")
     assert list(folder.iterdir()) == []
 
 
@@ -324,15 +324,15 @@ def first_difference(seed):
     load(saving, first)
     if saving.plan is None or prove(saving, first):  # the loader reads its old content
         return None
-    saving.trust_plan()
+    saving.kept.trust()
     await_saved()
     loader = ModelLoader(Model(steps))
     load(loader, first)
-    if not loader.has_unproven_plan:
+    if not loader.kept.is_unproven:
         return f"seed {seed}: the saved plan is not used"
     if prove(loader, first):
         return f"seed {seed}: the saved plan fails its proof"
-    loader.trust_plan()
+    loader.kept.trust()
     eager = Model(steps)
     eager.load_state_dict(loader.model.state_dict())
     for number in range(3):
