@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sglang_loader.common.stage_costs import StageCosts
+from sglang_loader.common.replies import StageCosts
 from verl_sglang_sync.commands.bench.results_file import medians, write_results
 from verl_sglang_sync.report import SyncReport
 

@@ -18,9 +18,8 @@ from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_
 import msgspec
 from msgspec import Meta
 
-from sglang_loader.common.check_remarks import ManifestCheck
 from sglang_loader.common.engine_settings import STALE_REQUESTS_TIMEOUT_S, HostBackup
-from sglang_loader.common.session.messages import MAX_TIMEOUT_S
+from sglang_loader.common.session.messages import MAX_TIMEOUT_S, ManifestCheck
 from verl_sglang_sync.http_settings import KEY_VARIABLE, LIMITS, checked_base_url
 from verl_sglang_sync.stages import ORDER_WITH_GRAPHS, VERLS_ORDER, StageOrder
 

@@ -14,9 +14,8 @@ from typing import Any
 
 import msgspec
 
-from sglang_loader.common.check_remarks import remarks_in
+from sglang_loader.common.replies import StageCosts, remarks_in
 from sglang_loader.common.session.messages import MAKING_PLAN, PROVING_SAVED_PLAN
-from sglang_loader.common.stage_costs import StageCosts
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))  # verl's variable, one line for each sync

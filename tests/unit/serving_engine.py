@@ -16,7 +16,7 @@ from concurrent.futures import Future
 import torch
 from torch import nn
 
-from sglang_loader.common.check_remarks import with_remarks
+from sglang_loader.common.replies import with_remarks
 from sglang_loader.common.session.messages import SESSION_FORMAT, decode_descriptor
 from sglang_loader.session import serve as session
 from sglang_loader.session.group_receiver import GroupReceiver

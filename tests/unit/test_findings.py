@@ -9,9 +9,9 @@ import pytest
 import torch
 from huggingface_hub import snapshot_download
 
-from sglang_loader.common.check_remarks import remarks_in, with_remarks
 from sglang_loader.common.layout import BucketTensor
 from sglang_loader.common.regions.geometry import Region
+from sglang_loader.common.replies import remarks_in, with_remarks
 from sglang_loader.session import weight_check
 from sglang_loader.session.findings import RankView, Verdict, judge
 from sglang_loader.session.weight_check import published_tensors, served_checkpoint

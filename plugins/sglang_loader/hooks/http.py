@@ -22,8 +22,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from sglang_loader.common.replies import StageCosts, joined
 from sglang_loader.common.session.messages import SESSION_FORMAT
-from sglang_loader.common.stage_costs import StageCosts, joined
 from sglang_loader.hooks.proof_requests import add_endpoints, proofs
 from sglang_loader.upstream import (
     facts_of,

@@ -37,7 +37,7 @@ from sglang_loader.common.engine_settings import (
 )
 from sglang_loader.common.kernels import compile_kernels
 from sglang_loader.common.regions.intervals import num_bytes
-from sglang_loader.common.stage_costs import Cost, by_rank
+from sglang_loader.common.replies import Cost, by_rank
 from sglang_loader.hooks.request_gate import closing_reason, refuse_requests, set_gate
 from sglang_loader.hooks.tp_ranks import TPRanks, run_step
 from sglang_loader.host_backup.allocations import (

@@ -19,14 +19,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from sglang_loader.common.check_remarks import ManifestCheck, with_remarks
 from sglang_loader.common.copies.triton_kernels import fallbacks
 from sglang_loader.common.garbage_collection import no_full_collections
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.naming import listed
+from sglang_loader.common.replies import with_remarks
 from sglang_loader.common.session.messages import (
     SESSION_FORMAT,
     FailureKind,
+    ManifestCheck,
     Proof,
     SessionDescriptor,
     SessionError,

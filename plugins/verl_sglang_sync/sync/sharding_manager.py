@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from verl.utils.ulysses import BaseShardingManager
 
-from sglang_loader.common.stage_costs import stage_costs_in
+from sglang_loader.common.replies import stage_costs_in
 from verl_sglang_sync.config import WeightSyncConfig
 from verl_sglang_sync.engine.engine_ranks import EngineServer
 from verl_sglang_sync.engine.server_client import operations

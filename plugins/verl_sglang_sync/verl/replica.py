@@ -27,8 +27,8 @@ from sglang_loader.common.engine_settings import (
     STALE_REQUESTS_VARIABLE,
     TAKEN_BY_TRAINER,
 )
+from sglang_loader.common.replies import StageCosts
 from sglang_loader.common.session.messages import SESSION_FORMAT
-from sglang_loader.common.stage_costs import StageCosts
 from verl_sglang_sync.config import DISAGGREGATED_BACKEND, WeightSyncConfig
 from verl_sglang_sync.http_settings import server_url
 from verl_sglang_sync.router.registration import register

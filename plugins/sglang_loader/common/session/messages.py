@@ -63,7 +63,6 @@ from typing import Annotated, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from sglang_loader.common.check_remarks import ManifestCheck
 from sglang_loader.common.regions.read import Size
 from sglang_loader.common.shared_memory import BufferHandle
 
@@ -85,6 +84,9 @@ Proof = Literal["none", "route", "served"]
 and the engine refuses other bytes. "served": the session brings a full export through
 `load_weights`, and the engine reports the tensors that it held with other bytes.
 """
+
+ManifestCheck = Literal["error", "off"]
+"""error: a sync fails if its tensors do not fit the engine's model. off: nothing is checked."""
 
 Words: TypeAlias = Annotated[int, msgspec.Meta(ge=0, multiple_of=8)]
 """A number of bytes, in whole words of an all-to-all."""
