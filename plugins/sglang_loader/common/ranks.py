@@ -236,6 +236,9 @@ class Ranks:
             Nothing if the other ranks have left this section.
         """
         while True:
+            # An example: rank 2 fails late in section 4, when ranks 0 and 1 are in section 5.
+            # Rank 2 ends section 4 alone. Ranks 0 and 1 repeat their turn until rank 2 is in
+            # section 5, too.
             self._begin_turn()
             own = Turn(self._section, item, failure, same)
             turns = self._exchange(own)

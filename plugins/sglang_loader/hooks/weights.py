@@ -99,6 +99,7 @@ def update_on_all_ranks(original: Original, updater: Any, request: Any) -> Any:
     if not _is_idle(updater):
         return _reply([BUSY], is_busy=True)
     update = WeightUpdate(updater, request)
+    # SGLang's own method does not run, so its metric of weight loads is recorded here.
     with no_full_collections(), updater._observe_weight_load("tensor"):
         failures = _serve_session(update, updater, request)
     return _reply(failures, update.remarks, proof=update.proof_fact)
@@ -126,6 +127,7 @@ def _reply(
 
 def _serve_session(update: WeightUpdate, updater: Any, request: Any) -> list[str]:
     """Serve one session, and return the failures of all ranks."""
+    # At most one session, added when its load was good.
     sessions: list[Session] = []
 
     def descriptor_of_rank() -> SessionDescriptor:
@@ -257,13 +259,16 @@ class WeightUpdate:
         failure = failure or unflushed
         if failure is None:
             _, failure = run_step(self.view_sync)
+        # The bytes that are undefined after this sync. A refusal must come before Commit.
         stale = self._ranks.named(self._backup.stale_once_synced)
         named = self._ranks.named(failure)
         has_view, kind = self._view is not None, self.failure_kind
         state = named, self._has_begun, has_view, stale, list(self.differing), kind
+        # One exchange for all facts: each exchange takes time in which the engine stands still.
         gathered = self._ranks.gather(state)
         failed, touched, new, undefined, differing, kinds = zip(*gathered, strict=True)
         # The trainer may hear first of a rank that is not at fault.
+        # A wrong saved plan counts only if no TP rank reports a failure of another kind.
         others = [kind for kind in kinds if kind not in ("other", "saved_plan_differs")]
         self.failure_kind = next(iter(others), "other")
         if not others and "saved_plan_differs" in kinds:
@@ -278,6 +283,7 @@ class WeightUpdate:
         # The trainer gets Loaded only when all ranks are sure. Its Commit is the last word.
         if not failures:
             is_last, failure = run_step(await_commit)
+            # Commits come one by one. No TP rank publishes if another one has got no Commit.
             failures = self._ranks.failures(failure)
         if not failures:
             self._backup.sync_completed()
@@ -285,6 +291,7 @@ class WeightUpdate:
             record_version(self._updater, self._request)
         elif any(touched):
             self._backup.sync_failed()
+        # Not earlier: this method blocks the scheduler's loop, so no request runs before it ends.
         if any(touched):  # otherwise nothing has changed
             set_gate(closing_reason(self._updater) or next(iter(failures), None))
         names = list(dict.fromkeys(name for names in differing for name in names))
@@ -304,6 +311,7 @@ class WeightUpdate:
             _, failure = run_step(load)
             _, unfinished = run_step(frame.end)
             failure = failure or unfinished
+        # A frame that is still open may have left weights unpacked.
         self._has_begun = self._has_begun or frame.is_open
         return failure
 

@@ -48,6 +48,8 @@ def compile_bucket(traced: TracedBucket) -> BucketPlan:
     live = _live_steps(traced.steps)
     _refuse_unsafe(live)
     # Divide the bucket's tensors into those that are only copied, and the rest.
+    # First forwards, from reads to writes. Then backwards: a temporary belongs to the tensors of
+    # the steps that read the temporary.
     with_tensors = _with_temporaries(list(_with_tensors(live, traced.layout)))
     steps = [(step, tensors) for step, tensors in with_tensors if tensors]
     candidates = [as_copy(step) for step, _ in steps]
@@ -275,6 +277,7 @@ def join_buckets(buckets: Sequence[BucketPlan], destinations: Destinations) -> L
     # The coverage is what the sync writes, without bytes whose old content the sync reads.
     written = _merge_all(bucket.written for bucket in buckets)
     exposed = _read_before_written(buckets)
+    # What depends on its old content stays out: a release must save these bytes.
     left = {i: subtract(written[i], exposed.get(i, ())) for i in sorted(written)}
     return LoadPlan(
         buckets=tuple(buckets),

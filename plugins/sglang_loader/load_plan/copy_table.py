@@ -88,6 +88,7 @@ class CopyTable:
         """
         steps: list[TableStep] = []
         largest_rest = max((bucket.rest.nbytes for bucket in plan.buckets), default=0)
+        # The scratch memory begins with room for the largest `rest`. What is quantised comes after.
         step = _OpenStep(-(-largest_rest // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
         pairs = zip(plan.buckets, weight_map.layouts, weight_map.buckets, strict=True)
         for index, (bucket, layout, places) in enumerate(pairs):

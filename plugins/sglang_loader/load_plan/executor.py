@@ -118,6 +118,7 @@ class PlanExecutor:
         """
         # Three stages, each kept until what it was made of changes: the table of the map, its
         # division by wire, and the launches at these addresses. Most syncs repeat only launches.
+        # `round_bytes` counts without rounds, too: as the limit of what is quantised in a step.
         weight_map, wires = shards.weight_map, (shards.senders, num_ranks, round_bytes)
         wired_for, steps = self._wired.get(weight_map, (None, []))
         if wired_for != wires:
@@ -193,6 +194,7 @@ class _Copies:
         scratch: torch.Tensor,
     ) -> _Bound:
         """Bind the copies to memories. The kernel runs on the device of the scratch."""
+        # `SCRATCH` is -1, the index of the last target.
         targets = *storages, scratch  # the last is number `SCRATCH`
         copies = self.fused.between(memories, targets, scratch.device)
         with torch.inference_mode(False), torch.no_grad():
@@ -307,6 +309,7 @@ class TableRun:
         """Run the steps before the first round, asynchronously on the current stream."""
         # The mapped copies of a step need no round, so they run before its first one.
         if self._left:
+            # If all shards are mapped, no step has rounds, and `_advance` runs the whole load.
             self._left[0][0].copy()
             self._advance()
 

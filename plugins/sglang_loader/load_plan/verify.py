@@ -88,6 +88,7 @@ def check_bucket(
         is_inferred: no trace has seen how this bucket is loaded. See the module.
     """
     source = buffer[: bucket.layout.nbytes]
+    # The reference is a load without the tracer. A loader may change its tensors: load a copy.
     load_weights(iter(bucket.layout.views(source.clone())))
     known = {} if known is None else known
     storages, touched = destinations.storages, bucket.touched
@@ -104,6 +105,7 @@ def check_bucket(
         scrambled = scramble(bucket.layout, source)
         if is_inferred:
             set_apart(bucket.layout, scrambled)
+        # An inferred plan is replayed from `scrambled` next, which the loader must not change.
         load_weights(iter(bucket.layout.views(scrambled.clone() if is_inferred else scrambled)))
         if is_inferred:
             expected = _digests(destinations, sorted(touched))
@@ -116,6 +118,7 @@ def check_bucket(
         moved = first_difference(destinations, collect_destinations(model))
         if moved is not None:
             return f"load_weights rebinds tensors: {moved}"
+        # Of all storages: a write that the trace did not see may be in any of them.
         digests = _digests(destinations, range(len(storages)))
         different = [i for i, storage in enumerate(storages) if digests[storage] != known[storage]]
         names = [name for i in different for name in destinations.names_of(i)]

@@ -121,6 +121,7 @@ class MappedMemory:
         """
         weight_map = self.weight_map(message)
         blocks = [self._slots[buffer.slot] for buffer in message.buffers]
+        # A block that was mapped anew is another tensor, at another address.
         key = message.weight_map, message.bases, *map(id, blocks)
         # The same memory gives the same object, to which load plans have bound their copies.
         if self._shards is None or self._shards_key != key:

@@ -73,11 +73,13 @@ class OpeningRequest:
 
         self._reply.add_done_callback(set_sent)  # also if the request never left
         # What this thread computes next would hold Python's lock, and delay the client's thread.
+        # A slow request is no failure here: the wait for the engine to join has the time limit.
         sent.wait(SEND_WAIT_S)
 
     @property
     def may_have_left(self) -> bool:
         """False if no engine was asked to join. Other ranks than the leader return True."""
+        # Only the leader can see whether the request has left. Other ranks expect an engine.
         return self._engine is None or self._reply is not None
 
     def check(self) -> None:

@@ -223,6 +223,7 @@ class TrainerSession:
         self.plan, self.wants_proof = hello.plan, hello.wants_proof
         self._sent.drop_all_but(self._mapped)  # left by an engine that died, or a failed session
         self.dropped_elsewhere = self._sent.take_elsewhere()
+        # Other engine ranks may join later. Only a proof overwrites weights from Welcome on.
         self._send(messages.Welcome)
         return True
 
@@ -325,6 +326,7 @@ class TrainerSession:
             round_bytes=round_bytes,
             rounds=rounds,
         )
+        # The engine sends no Receiving for mapped memory.
         self.num_loads = self.num_receiving = 1
 
     def load_round(self, *, slot: int = 0, receives: Sequence[int] = ()) -> None:

@@ -76,6 +76,7 @@ class ExportedBuckets(SyncSource):
         self._buckets = self._packed()
 
     def start(self) -> None:
+        # Packs the first bucket while the engines join, and puts the bucket back in front.
         self._buckets = chain([*islice(self._buckets, 1)], self._buckets)
 
     def send(self, sessions: Sending) -> None:
@@ -87,6 +88,7 @@ class ExportedBuckets(SyncSource):
 
     def drain(self) -> None:
         """Iterate the rest of the export, because its collectives need every rank."""
+        # Nothing more is packed. Only the export runs on.
         self._buckets = iter(())
         self.export.drain()
 
@@ -115,5 +117,6 @@ class ExportedBuckets(SyncSource):
             if self.comparison is not None and self.compares_buckets:
                 with self.report.stage("learn"):
                     self.comparison.add(batch.named)
+            # Otherwise this frame holds the full tensors while the engines load the packed copy.
             del batch
             yield ready

@@ -32,10 +32,12 @@ class MappedDelivery(Delivery):
         self._num_packed += 1
         for session in (engine.session for engine in self._engines):
             assert ready.storage is not None, "a rank with an engine has staging buffers"
+            # The buffers are freed after a colocated sync, so engines must not keep them mapped.
             slot = session.map_buffer(ready.storage, keep=False)
             session.load(ready.index, ready.bucket, slot)
 
     def make_room(self) -> None:
+        # The next bucket takes the buffer of an earlier bucket, which must have been read.
         num_read = self._num_packed + 1 - self._settings.num_staging_buffers
 
         def has_read(session: TrainerSession) -> bool:

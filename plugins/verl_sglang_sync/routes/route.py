@@ -223,6 +223,7 @@ class Route:
         Returns:
             The source, or None if this route cannot be used for this sync.
         """
+        # A route that is LEARNT serves for its proof alone.
         if self.state is not (RouteState.LEARNT if proves else RouteState.PROVEN):
             return None
         source = self._source(weights, report)

@@ -106,6 +106,7 @@ class Comparison:
             everything = StridedCopy(0, 0, start, (), origin.bytes.nbytes)
             start += origin.bytes.nbytes
             for shard, copy in shard_copies(origin.bytes, owners.starts, everything):
+                # A rank is nearest to itself, so each rank compares all copies that it holds.
                 if owners.owner_of(shard, own_rank()) != own_rank():
                     continue
                 if (memory := self._shards.get(parameter)) is None:

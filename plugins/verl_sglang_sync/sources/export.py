@@ -137,6 +137,8 @@ class Reexport(Iterable[NamedTensor]):
     quantized: Quantized | None = None
 
     def __iter__(self) -> Iterator[NamedTensor]:
+        # verl's call has made one generator. The first iteration uses that generator up, also if it
+        # is a trace.
         first, self.first = self.first, None
         return iter(self.make() if first is None else first)
 

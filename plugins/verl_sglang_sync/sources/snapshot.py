@@ -114,6 +114,7 @@ class SourcesSnapshot:
         names = self._names if self._with_addresses else ()
         for name, ref in zip(names, self._refs, strict=True):
             storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+            # torch returns None if nothing keeps the storage any more.
             if storage is None:
                 raise SourcesChanged(f"{name} is not where it was when the export was traced")
             held.append(storage)

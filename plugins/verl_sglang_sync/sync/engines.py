@@ -76,6 +76,7 @@ class ColocatedEngine:
         engine_ranks.append(EngineRank("", session, request, self._known_ranks[0]))
         descriptors, of_replica = self._ranks.gather(session.descriptor), self._ranks.replica_ranks
         if own_rank() == of_replica[0]:
+            # One request for all TP ranks. Each takes the descriptor at its own position.
             request.post([descriptors[rank] for rank in of_replica])
 
     def delivery(self, engine_ranks: Sequence[EngineRank], report: SyncReport) -> Delivery:

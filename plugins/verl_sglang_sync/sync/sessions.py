@@ -170,6 +170,8 @@ class Sessions:
             while unjoined:
                 engine_rank = unjoined[0]
                 with engine_rank.naming_errors():
+                    # `accept` sends Welcome at once. Only the end of `wait_joined` shows that all
+                    # engine ranks have joined.
                     if not engine_rank.session.accept(
                         engine_rank.request.check, wait_s=AGREE_EVERY_S
                     ):
@@ -203,6 +205,7 @@ class Sessions:
             RouteOutdated: an engine rank holds another load plan than the one of the proof.
         """
         # Another plan may be as right, but no proof has shown that with this route.
+        # If the engine drops its plan after Hello, `load_weights` loads the mapped shards.
         for engine_rank in self.engine_ranks if not proves else ():
             if engine_rank.session.plan != engine_rank.known.proven_plan:
                 raise RouteOutdated("an engine's load plan is not the one of the proof")
@@ -216,6 +219,7 @@ class Sessions:
     def send(self, source: SyncSource) -> None:
         """Send everything. The engines may still be at the last loads."""
         source.send(self)
+        # The copy table counts its buckets, too: the checks of what was sent hold for all sources.
         if not self.sent.num_buckets:
             raise ValueError("the trainer exported no tensor")
 
@@ -229,6 +233,7 @@ class Sessions:
         for engine_rank in self.engine_ranks:
             with engine_rank.naming_errors():
                 engine_rank.session.finish(num_tensors=self.sent.num_tensors)
+        # This rank would only wait now, so the work in `meanwhile` costs no time.
         meanwhile()
         limit_s = self.settings.request_timeout_s
         with self.report.stage("load"):
@@ -248,6 +253,7 @@ class Sessions:
         # trainer ranks may have failed to bring about.
         limit_s = self.settings.request_timeout_s
         have_loaded = waiting(self.engine_ranks, has_loaded, limit_s, "not loaded")
+        # The stage ends when all agree to commit. Commit itself is sent in stage "publish".
         with self.report.stage("commit"):
             self.ranks.poll(
                 have_loaded, same=self.sent, differ="the trainer ranks exported different tensors"
@@ -270,10 +276,12 @@ class Sessions:
                             engine_rank.request.check_refused, is_last=is_last
                         )
                 # All Commits have left: no replica waits for another one to publish.
+                # If a trainer rank dies before its Commit, all TP ranks fail, and this wait ends.
                 for engine_rank in self.engine_ranks:
                     with engine_rank.naming_errors():
                         engine_rank.session.wait_until_published()
         except EngineFailed:  # its TP ranks have agreed to publish nothing
+            # Another replica may have published.
             self.may_be_served = len(self.requests) > 1
             raise
 
@@ -286,6 +294,7 @@ class Sessions:
         """
 
         def are_answered() -> bool | None:
+            # The ranks still meet: none frees memory or wakes an engine before all have published.
             if defers_reply:
                 return True
             requests = self.requests

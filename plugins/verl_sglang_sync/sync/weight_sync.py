@@ -152,12 +152,16 @@ class WeightSync:
         Raises:
             WeightSyncError: on every rank, if any rank failed.
         """
+        # Nothing is awaited here: no other coroutine of this process runs until the sync has ended.
         task = SyncTask(weights=weights, version=version, report=report, replicas=replicas)
         try:
+            # One section for the whole sync: a rank that fails meets the others in their next
+            # call of `Ranks`, whichever call that is.
             with no_full_collections(), self._ranks.section():
                 try:
                     self._sync(task)
                     # No rank may fail after the others have left: it would wait for them.
+                    # Closing the sessions can fail on one rank alone, after `wait_for_replies`.
                     self._ranks.check()
                 except (SyncFailed, Interrupted, RankLost, ReplicasDiffer):
                     raise  # all ranks have this error already
@@ -182,10 +186,14 @@ class WeightSync:
 
         sync_pass = self._bring(SyncPass(task, tries_route=True, due_proof_follows=is_due))
         is_due, is_proven = is_due or sync_pass.wants_proof, False
+        # A failed proof may leave the route UNTRIED. The export that follows prepares the route
+        # anew: with a traced load plan in place of a saved one, or with everything sent. Each of
+        # the two happens at most once.
         while not sync_pass.by_route and self._route.state is RouteState.LEARNT:
             if is_proven := self._prove_route(task, due_proof_follows=is_later_due):
                 break
             task.report.restart()
+            # By the export: the weights are incomplete now, and the route has just failed.
             sync_pass = self._bring(SyncPass(task, due_proof_follows=is_due))
             is_due = is_due or sync_pass.wants_proof
         # The proof of the route does not stand for a later proof: a load plan may have loaded both
@@ -221,6 +229,7 @@ class WeightSync:
                 error,
             )
         sync_pass.task.report.restart()
+        # The new pass begins without an outcome: `replace` copies no field without `init`.
         sync_pass = replace(sync_pass, tries_route=recovery is Recovery.AGAIN)
         self._once(sync_pass)
         return sync_pass
@@ -338,11 +347,15 @@ class WeightSync:
             # These run last: until the sessions are closed, engines may read the memory.
             stack.callback(self._collect_unmapped)
             memory = stack.enter_context(ExitStack())
+            # The order of exit: the sessions, this callback, the source's memory, unmapped memory.
             stack.push(self._abandon_after_failure)
             sessions = Sessions(ranks, self._settings, report)
             try:
+                # The reply to the first session of a sync is checked before the second begins.
                 self.check_reply(report)
                 with report.stage("open"):
+                    # The requests leave first: engines join and drop their prefix caches while this
+                    # rank traces, locates and waits for its device.
                     self._engines.open(stack, sessions.engine_ranks, task, proof)
                 source = self._choose(sync_pass, sessions)
                 memory.callback(source.close)
@@ -350,6 +363,8 @@ class WeightSync:
                 if is_exported:
                     ranks.check()  # the export's collectives need every rank
                 try:
+                    # All ranks meet in `wait_joined`, so a failure is shared at once. From `send`
+                    # on, a rank that fails takes part in the rest of the export first.
                     with ranks.section():  # a failure in it ends the sync on all ranks
                         source.start()
                         with report.stage("open"):
@@ -357,11 +372,14 @@ class WeightSync:
                             wants_proof = sessions.wait_joined(can_prove=can_prove)
                         if sessions.asks_for_proof and not can_prove:
                             warn_once(CANNOT_PROVE)
+                        # Any load plan serves an export: the engine compares each layout with the
+                        # plan's.
                         if not is_exported:
                             sessions.check_plans(proves=proof == "route")
                             if source.is_collective:
                                 ranks.check()
                     sessions.send(source)
+                    # While the engines copy. Nothing is published before Commit.
                     source.confirm()
                 except RankLost:
                     raise  # the rest of the export would wait for that rank
@@ -373,6 +391,8 @@ class WeightSync:
                 sessions.finish(partial(self._prepare_to_learn, task, learns))
                 loaded = sessions.wait_until_loaded()
                 self._record_loaded(loaded, report)
+                # Before Commit, which names the session that follows, and after which `on_fallback`
+                # could not stop the sync. The type is checked again for mypy.
                 if isinstance(source, ExportedBuckets) and learns:
                     self._learn(task, source, loaded)
                     self._check_fallback()
@@ -382,15 +402,19 @@ class WeightSync:
                 follows = sync_pass.due_proof_follows or sync_pass.wants_proof
                 follows = follows or (learns and self._route.state is RouteState.LEARNT)
                 sessions.commit(is_last=not follows)
+                # Not before Published: an engine that fails until then unmaps all blocks.
                 source.end()
                 sessions.wait_for_replies(defers_reply=self._defers_reply)
             except BaseException as error:
                 sessions.fail(error, can_repeat=is_repeatable(weights))
+        # Published has reported the outcome already, so nothing waits for the reply here.
         self._unanswered = sessions.requests if self._defers_reply else []
         if is_exported:
+            # Engines unmap each block that a session does not keep, and an export keeps none.
             self._route.note_unmapped()
         if proof == "route":
             for engine_rank in sessions.engine_ranks:
+                # `Sessions.check_plans` compares the load plans of later syncs with this one.
                 engine_rank.known.proven_plan = engine_rank.session.plan
         if proof != "none":
             self._note_compared(sync_pass, loaded)

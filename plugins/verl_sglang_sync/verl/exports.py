@@ -62,6 +62,8 @@ def _repeatable(method: Callable[..., Any]) -> Callable[..., Any]:
         is_lazy = not args and not kwargs and _has_adapter(engine)
         if is_lazy:
             kwargs = {"base_sync_done": True}
+        # Called in every sync, also if the route brings the weights. With FSDP2, verl's method only
+        # collects the shards and makes a generator.
         weights, peft_config = _called(method, engine, *args, **kwargs)
         if peft_config is not None:
             _check_adapter(engine, peft_config)

@@ -123,6 +123,8 @@ class WeightSyncRollout(ServerAdapter):  # type: ignore[misc]
             )
             await manager.sync_adapter(collect, version=version)
         else:
+            # `applied` only wraps the export. A sync by the route iterates nothing, and reads the
+            # `sources` of the export.
             await manager.sync(self._format.applied(weights), version=version)
         if self._engine is not None and global_steps is not None:
             # verl's V1 trainer reads the version back with every sample.

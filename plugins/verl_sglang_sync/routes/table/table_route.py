@@ -104,11 +104,14 @@ class TableRoute(Route):
         self._blocks_read: frozenset[str] = frozenset()  # in the last sync by this route
 
     def _source(self, weights: Iterable[NamedTensor], report: SyncReport) -> SyncSource | None:
+        # A colocated engine rank stays the same object. An engine that was started anew has a load
+        # plan of another name, which `Sessions.check_plans` refuses.
         if not self._is_colocated and not self._ranks.all(not self._have_changed()):
             warn_once("weight sync: full export for this sync, as the set of engines changed")
             return None
         if self.state is RouteState.PROVEN and not self._num_syncs:
             self.check_replicas(weights)  # an optimizer may have stepped since the proof
+        # After an exported session or a failure there are none: engines have unmapped all blocks.
         if is_offloaded(weights) or self._locations is None:
             reason = self._locate(weights, shares=True)
             if reason is not None and (reason.is_final or self.state is RouteState.LEARNT):
@@ -121,6 +124,7 @@ class TableRoute(Route):
         # A trainer that offloads parameters must free their memory, and cannot free mapped memory.
         # The engines therefore keep blocks mapped only if the last sync read the same blocks.
         # A file of host memory takes seconds to map, and keeps no GPU memory.
+        # No sync has read a block before a proof, so engines keep only files after a proof.
         locations = self._locations
         keep_mapped = locations.stays or self._blocks_read == locations.all_blocks
         assert self._plan is not None, "a prepared route has a plan"
@@ -154,6 +158,7 @@ class TableRoute(Route):
         self.sends = False
         known, hosts = self._known_ranks(), [outcome.host for outcome in export.loaded]
         assert len(known) == len(hosts), "one outcome for each engine rank of this rank"
+        # One entry for each engine rank without a plan: True if only a saved plan was at fault.
         unplanned = [each.saved_plan_misfits for each in export.loaded if not each.has_plan]
         gathered = self._ranks.gather((host_id(), hosts, unplanned))
         trainer_hosts, reader_hosts, all_unplanned = zip(*gathered, strict=True)
@@ -166,6 +171,7 @@ class TableRoute(Route):
             text = f"{len(misfits)} engine ranks have no load plan"
             self._note_obstacle(text, lasts=not all(misfits))
             return
+        # Before the comparison, which checks that no engine reads copies that differ.
         self._wires = Wires(
             tuple(trainer_hosts),
             tuple(chain(*reader_hosts)),
@@ -239,8 +245,10 @@ class TableRoute(Route):
         has_moved = cause is None or isinstance(cause, SourcesChanged | BlockNotMapped)
         # In disaggregated mode a repeated sync needs new sessions, see `RemoteEngines.abandon`.
         if self._is_colocated and self._ranks.all(has_moved):
+            # A trace holds for parameters that have only moved, so the route stays proven.
             state = self.state
             self.forget()
+            # Only a check: the next pass makes the handles.
             if self._locate(weights, shares=False) is None:
                 self.state = state
                 return Recovery.AGAIN
@@ -265,6 +273,7 @@ class TableRoute(Route):
     def _note_read(self, locations: ParameterLocations, keep_mapped: bool) -> None:
         """Record the blocks that the engines have read and keep mapped, after a good sync."""
         self._blocks_read = locations.all_blocks
+        # A handle is used once. The next sync names the blocks alone, which are still mapped.
         used = replace(locations, handles=tuple({} for _ in locations.handles))
         self._locations = used if keep_mapped else None
 

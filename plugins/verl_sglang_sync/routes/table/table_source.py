@@ -57,6 +57,7 @@ class TableSource(SyncSource):
         by `confirm`, as engines read.
         """
         synchronize_device(self.context.device)  # an optimizer may work on a stream of its own
+        # Held until this object goes, at the end of the session.
         self._held = self.locations.snapshot.hold()
 
     def send(self, sessions: Sending) -> None:
@@ -65,6 +66,7 @@ class TableSource(SyncSource):
         Raises:
             BlockNotMapped: an engine has unmapped a block of which no handle is left.
         """
+        # From here on an engine may have got a handle, and `drain` drops none.
         locations, self._has_announced, engines = self.locations, True, sessions.engine_ranks
         triples = zip(engines, locations.blocks, locations.handles, strict=True)
         for engine, blocks, handles in triples:
@@ -78,6 +80,7 @@ class TableSource(SyncSource):
                     num_ranks=world_size(),
                     round_bytes=self.round_bytes,
                     # The engine rank sends its list of rounds only if the digest differs.
+                    # None: nothing is sent, and the engine rank makes no list.
                     rounds=engine.known.rounds_digest if engine.known.is_sent_to else None,
                 )
         if self.sending is not None:
@@ -92,6 +95,7 @@ class TableSource(SyncSource):
     def confirm(self) -> None:
         """Raise `SourcesChanged` if the parameters were replaced or have moved."""
         with self.report.stage("confirm"):
+            # A proof by export between two syncs by this route may have cut other buckets.
             if self.context.cutter.buckets != self.plan.buckets:
                 raise SourcesChanged("the export is cut into other buckets")
             self.locations.snapshot.require_unchanged(require_sources(self.weights)())
