@@ -26,7 +26,7 @@ is collective:
 The state of a route is equal on all ranks, and changes as follows:
 
     UNTRIED --learn--> LEARNT --proof--> PROVEN --(a failure, or a change)--> UNTRIED
-    LEARNT --(a saved load plan was wrong, or an engine cannot map)--> UNTRIED
+    LEARNT --(a change, a saved load plan was wrong, or an engine cannot map)--> UNTRIED
     any --(an error that may pass)--> RETRY_LATER --(n syncs)--> UNTRIED
     any --(a reason that stays)--> OFF
 
