@@ -344,10 +344,10 @@ class WeightSync:
         task, proof, ranks = sync_pass.task, sync_pass.proof, self._ranks
         weights, report = task.weights, task.report
         with ExitStack() as stack:
-            # These run last: until the sessions are closed, engines may read the memory.
+            # The order of exit: the sessions, in which engines may read the source's memory until
+            # then, the callback after a failure, the source's memory, unmapped memory.
             stack.callback(self._collect_unmapped)
             memory = stack.enter_context(ExitStack())
-            # The order of exit: the sessions, this callback, the source's memory, unmapped memory.
             stack.push(self._abandon_after_failure)
             sessions = Sessions(ranks, self._settings, report)
             try:
