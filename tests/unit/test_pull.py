@@ -252,6 +252,18 @@ def test_after_a_passing_error_pull_is_retried(pool, rank, target, error):
         assert seen["state"] == "PROVEN"
 
 
+TABLE_RUN = "sglang_loader.load_plan.executor.PlanExecutor.table_run"
+
+
+def test_a_proof_without_copy_table_proves_nothing(pool):
+    """`load_weights` has loaded the shards, and the bytes are right."""
+    no_table = "sync_failing", None, TABLE_RUN, MemoryError("no room for the copy table")
+    for seen in play(pool, no_table, *["step", "sync"] * 3):
+        assert seen["errors"] == []
+        assert seen["proven"][0] is None and seen["routes"] == ["export"] * 2 + ["pull"] * 2
+        assert seen["state"] == "PROVEN"
+
+
 def test_a_short_lived_route_is_tried_less_often(pool):
     moves = [step for offset in range(1, 4) for step in ("sync", ("move", 2, 0, offset))]
     for seen in play(pool, *moves, kind="dense"):

@@ -35,6 +35,7 @@ from sglang_loader.load_plan.destinations import (
     collect_destinations,
     first_difference,
 )
+from sglang_loader.load_plan.plan import LoadPlan
 from sglang_loader.load_plan.verify import POISON
 from sglang_loader.session.model_loader import ModelLoader
 
@@ -128,6 +129,7 @@ class SessionProof:
         self._proves_route = kind == "route"
         self._loaders = loaders
         self._held: HeldWeights | None = None
+        self._plans: list[LoadPlan | None] = []  # by loader, when the proof began
         self._trusted_here: list[ModelLoader] = []  # whose saved plans this session has proven
 
     def begin(self, before_writing: Callable[[], None]) -> None:
@@ -137,6 +139,7 @@ class SessionProof:
             before_writing: called before a byte is overwritten.
         """
         self._held = HeldWeights.of(self._loaders)
+        self._plans = [loader.plan for loader in self._loaders]
         if self._proves_route:
             before_writing()
             self._held.poison()
@@ -146,8 +149,13 @@ class SessionProof:
 
         Raises:
             Differs: the bytes differ, and this session proves a route.
+            RuntimeError: a load plan was dropped in the proof of a route.
         """
         assert self._held is not None, "the proof has begun"
+        # `load_weights` has then loaded the shards: their bytes show nothing of the copy table.
+        pairs = zip(self._loaders, self._plans, strict=True)
+        if self._proves_route and any(loader.plan is not plan for loader, plan in pairs):
+            raise RuntimeError("the engine dropped its load plan in the proof")
         self.differing, self.needs_another = self._held.differing(), self._held.has_alike
         self._held = None
         is_saved = any(loader.kept.is_unproven for loader in self._loaders)
