@@ -260,9 +260,8 @@ def test_the_worst_decides_how_the_command_ends(num_checks, status, exits, monke
 
 
 def test_the_command_takes_the_overrides_of_a_recipe(monkeypatch):
-    machine = presets.Machine(num_gpus=0, reads_other_gpus=True)
-    look = lambda overrides: list(presets.recipe_checks(overrides, machine))  # noqa: E731
-    monkeypatch.setattr(report, "diagnose", look)
+    look = partial(presets.recipe_checks, num_gpus=0)
+    monkeypatch.setattr(report, "diagnose", lambda recipe: list(look(recipe)))
     command = ["doctor", "--json", "--", *presets.USUAL_RECIPE]
     good = CliRunner().invoke(cli.app, command)
     assert good.exit_code == 0

@@ -36,9 +36,7 @@ def diagnose(overrides: Sequence[str] = ()) -> list[Check]:
             return hardware.cuda_ipc_check(gpus, reads.result())
 
         def recipes() -> list[Check]:
-            all_read = reads.exception() is None and not reads.result()
-            machine = presets.Machine(len(gpus), reads_other_gpus=all_read)
-            return list(presets.recipe_checks(overrides or presets.USUAL_RECIPE, machine))
+            return list(presets.recipe_checks(overrides, len(gpus)))
 
         checks: tuple[tuple[str, Callable[[], Check | list[Check]]], ...] = (
             ("versions", installation.version_checks),
