@@ -18,10 +18,8 @@ from sglang_loader.probe import SGLangFacts
 from verl_sglang_sync.commands import cli
 from verl_sglang_sync.commands.doctor import hardware, installation, presets, report
 from verl_sglang_sync.commands.doctor.check import Check, ProbeError, Status, run_probe
-from verl_sglang_sync.commands.doctor.hardware import cuda_ipc_check
 
 OK, WARN, FAIL = Status.OK, Status.WARN, Status.FAIL
-CPU, GPU = (), ("H200", "H200")
 TRACEBACK = (
     'Traceback (most recent call last):\n  File "x.py", line 1\nImportError: no such thing\n'
 )
@@ -71,8 +69,16 @@ def sglang(**changes):
     return installation.sglang_checks(msgspec.structs.replace(GOOD_SGLANG, **changes))
 
 
-def ipc(gpus, *failed):
-    return [cuda_ipc_check(gpus, {(owner, reader): why for owner, reader, why in failed})]
+def ipc(num_gpus, *failed):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hardware, "run_probe", lambda *_: dict.fromkeys(failed, "broken"))
+        return list(hardware.cuda_ipc_checks(num_gpus))
+
+
+def nccl(**environment):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "environ", environment)
+        return list(hardware.nccl_checks(0))
 
 
 FACTS = [  # what is looked at, the check, how it is judged, and what is said
@@ -124,10 +130,12 @@ FACTS = [  # what is looked at, the check, how it is judged, and what is said
         (partial(sglang, policy=policy), "SGLang plugin", FAIL, f"SGLANG_PLUGINS={policy!r}")
         for policy in ("another", "auto")
     ),
-    (partial(ipc, CPU), "CUDA IPC", OK, "no GPU visible: not tried"),
-    (partial(ipc, GPU), "CUDA IPC", OK, "2 x H200: processes read memory of each other, 4 pairs"),
-    (partial(ipc, GPU, (1, 1, "broken")), "CUDA IPC", FAIL, "--ipc=host"),
-    (partial(ipc, GPU, (0, 1, "broken")), "CUDA IPC", WARN, "GPU 1 cannot read GPU 0: broken"),
+    (partial(ipc, 0), "CUDA IPC", OK, "0 GPUs visible"),
+    (partial(ipc, 2), "CUDA IPC", OK, "2 GPUs visible, 4 pairs tried"),
+    (partial(ipc, 2, (1, 1)), "CUDA IPC", FAIL, "--ipc=host"),
+    (partial(ipc, 2, (0, 1)), "CUDA IPC", WARN, "GPU 1 cannot read GPU 0: broken"),
+    (nccl, "NCCL", OK, "NCCL_CUMEM_ENABLE: not set"),
+    (partial(nccl, NCCL_CUMEM_ENABLE="1"), "NCCL", WARN, "NCCL_CUMEM_ENABLE: 1"),
 ]
 
 
@@ -144,53 +152,20 @@ def test_tested_sets_lie_inside_our_requirements(release):
     assert judged == {OK}
 
 
-MACHINES = [  # what is found, of `hardware` where it has no dot; the check, its status, the words
-    ({"os.environ": {}}, partial(hardware.nccl_check, CPU), OK, "NCCL_CUMEM_ENABLE: not set"),
-    (
-        {"os.environ": {"NCCL_CUMEM_ENABLE": "1"}},
-        *(partial(hardware.nccl_check, CPU), WARN, "NCCL_CUMEM_ENABLE: 1"),
-    ),
-]
-
-
-@pytest.mark.parametrize(("found", "look", "status", "said"), MACHINES)
-def test_a_machine_is_judged(found, look, status, said, monkeypatch):
-    for name, value in found.items():
-        place = name if "." in name else f"{hardware.__name__}.{name}"
-        monkeypatch.setattr(place, value)
-    check = look()
-    assert check.status is status
-    assert said in check.detail + check.advice
-
-
-def test_every_pair_of_gpus_is_tried():
-    tried = []
-
-    def read(owner, reader):
-        tried.append((owner, reader))
-        if (owner, reader) in {(0, 2), (3, 1)}:
-            raise RuntimeError("peer access is not supported")
-
-    failed = hardware.failed_reads(4, read)
-    assert sorted(tried) == [(owner, reader) for owner in range(4) for reader in range(4)]
-    assert failed == dict.fromkeys([(0, 2), (3, 1)], "RuntimeError: peer access is not supported")
-
-
-def test_another_process_reads_what_is_there(monkeypatch):
-    """Shared memory of the CPU stands in for a GPU's."""
+def test_every_gpu_reads_every_gpu(monkeypatch):
+    """Shared memory of the CPU stands in for that of two GPUs. The last GPU's is gone."""
     memory = torch.arange(hardware.IPC_BYTES).to(torch.uint8)
     memory.share_memory_()
     handle = shared_memory.share_storage(memory.untyped_storage())
-    monkeypatch.setattr(torch, "arange", lambda *_, device: memory)
-    monkeypatch.setattr(shared_memory, "share_storage", lambda _: handle)
-    hardware.read_from_another_process(0, 1)
-    monkeypatch.setattr(torch, "arange", lambda *_, device: memory // 2)
-    with pytest.raises(RuntimeError, match=r"read \d+, expected \d+"):
-        hardware.read_from_another_process(0, 1)
     gone = msgspec.structs.replace(handle, name="/no_such_memory")
-    monkeypatch.setattr(shared_memory, "share_storage", lambda _: gone)
-    with pytest.raises(RuntimeError, match=r"of the CPU cannot be mapped: .*No such file"):
-        hardware.read_from_another_process(0, 1)
+    handles = [handle, gone] * 2
+    monkeypatch.setattr(torch, "arange", lambda *_, device: memory)
+    monkeypatch.setattr(shared_memory, "share_storage", lambda _: handles.pop(0))
+    failed = hardware.failed_reads(2)
+    assert list(failed) == [(1, 0), (1, 1)]
+    assert all("cannot be mapped" in error for error in failed.values())
+    (error,) = hardware.read_errors([handle], [1])
+    assert error == f"read {int(memory.sum())}, expected 1"
 
 
 @pytest.fixture

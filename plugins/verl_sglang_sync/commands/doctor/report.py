@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from textwrap import indent
+
+import torch
 
 from sglang_loader.probe import collect as probe_sglang
 from verl_sglang_sync.commands.doctor import hardware, installation, presets
@@ -21,46 +23,35 @@ def diagnose(overrides: Sequence[str] = ()) -> list[Check]:
     Args:
         overrides: the user's recipe, or empty for a usual one.
     """
-    gpus = hardware.visible_gpus()
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     # Without a GPU the import of sglang fails unless this variable is set.
-    environment = {} if gpus else {"SGLANG_USE_CPU_ENGINE": "1"}
+    environment = {} if num_gpus else {"SGLANG_USE_CPU_ENGINE": "1"}
     with ThreadPoolExecutor(max_workers=3) as pool:
         verl = pool.submit(run_probe, installation.probe_verl, environment)
         sglang = pool.submit(run_probe, probe_sglang, environment)
-        reads = pool.submit(_failed_reads, gpus)
+        ipc = pool.submit(guarded, "CUDA IPC", partial(hardware.cuda_ipc_checks, num_gpus))
 
         def sglang_plugin() -> list[Check]:
             return installation.sglang_checks(sglang.result())
 
-        def cuda_ipc() -> Check:
-            return hardware.cuda_ipc_check(gpus, reads.result())
-
-        def recipes() -> list[Check]:
-            return list(presets.recipe_checks(overrides, len(gpus)))
-
-        checks: tuple[tuple[str, Callable[[], Check | list[Check]]], ...] = (
+        checks: tuple[tuple[str, Callable[[], Iterable[Check]]], ...] = (
             ("versions", installation.version_checks),
             ("verl plugin", verl.result),
             ("SGLang plugin", sglang_plugin),
-            ("CUDA IPC", cuda_ipc),
-            ("NCCL", partial(hardware.nccl_check, gpus)),
-            ("recipe", recipes),
+            ("CUDA IPC", ipc.result),
+            ("NCCL", partial(hardware.nccl_checks, num_gpus)),
+            ("recipe", partial(presets.recipe_checks, overrides, num_gpus)),
         )
         return [result for name, check in checks for result in guarded(name, check)]
 
 
-def _failed_reads(gpus: Sequence[str]) -> hardware.FailedReads:
-    return run_probe(hardware.probe_cuda_ipc) if gpus else {}
-
-
-def guarded(name: str, check: Callable[[], Check | list[Check]]) -> list[Check]:
+def guarded(name: str, check: Callable[[], Iterable[Check]]) -> list[Check]:
     """Run a check, and return its results. An exception becomes a failed check."""
     try:
-        results = check()
+        return list(check())
     except Exception as error:
         reason = last_line(traceback.format_exc())
         return [Check(name, FAIL, f"could not be checked: {reason}", str(error))]
-    return [results] if isinstance(results, Check) else results
 
 
 def as_json(checks: Sequence[Check]) -> str:
