@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import traceback
 
 import msgspec
@@ -12,16 +11,14 @@ HOOKS = "sglang_loader.hooks."
 """Prefix of the names of the modules that have our hooks."""
 
 
-class SGLangFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """State of a process that has loaded SGLang's plugins.
+class PluginFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """State of a process that has loaded the plugins of SGLang, or those of verl.
 
     Attributes:
-        policy: value of `SGLANG_PLUGINS`. If empty, SGLang loads all plugins.
-        load_errors: errors that SGLang logged about our plugin or hooks, with tracebacks.
+        load_errors: errors of our plugin or hooks, with tracebacks.
         hooks: by hooked method, True if the hook is in place.
     """
 
-    policy: str
     load_errors: list[str]
     hooks: dict[str, bool]
 
@@ -38,7 +35,7 @@ class _Errors(logging.Handler):
         self.messages.append(f"{record.getMessage()}\n{trace}".strip())
 
 
-def collect() -> SGLangFacts:
+def collect() -> PluginFacts:
     """Load the plugins in this process and inspect SGLang's hook registry."""
     # The handler comes first: an import of SGLang may log an error already.
     errors = _Errors()
@@ -53,8 +50,7 @@ def collect() -> SGLangFacts:
         for target, registered in HookRegistry._hooks.items()
         if any(hook.__module__.startswith(HOOKS) for _, hook, _ in registered)
     }
-    return SGLangFacts(
-        policy=os.environ.get("SGLANG_PLUGINS", ""),
+    return PluginFacts(
         load_errors=[
             text
             for text in errors.messages

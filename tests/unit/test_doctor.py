@@ -3,9 +3,8 @@
 import importlib
 import json
 import os
+from collections import namedtuple
 from functools import partial
-from importlib.metadata import EntryPoint
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -14,7 +13,7 @@ from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
 from sglang_loader.common import shared_memory
-from sglang_loader.probe import SGLangFacts
+from sglang_loader.probe import PluginFacts
 from verl_sglang_sync.commands import cli
 from verl_sglang_sync.commands.doctor import hardware, installation, presets, report
 from verl_sglang_sync.commands.doctor.check import Check, ProbeError, Status, run_probe
@@ -23,7 +22,7 @@ OK, WARN, FAIL = Status.OK, Status.WARN, Status.FAIL
 TRACEBACK = (
     'Traceback (most recent call last):\n  File "x.py", line 1\nImportError: no such thing\n'
 )
-GOOD_SGLANG = SGLangFacts(policy="", load_errors=[], hooks={"a.B.resume": True})
+FACTS = PluginFacts(load_errors=[], hooks={"a.B.resume": True})
 
 
 def version(found):
@@ -47,26 +46,11 @@ def without(*names):
     return [installation.requirements_check(installation.TESTED, installed)]
 
 
-ENTRY = EntryPoint("verl_sglang_sync", "a:b", "verl.plugins")
-
-
-def verl(policy="auto", entries=(ENTRY,)):
-    look = installation.plugin_check
-    return [look("verl", entries, [], "EXTERNAL_PLUGINS", policy, everything="auto")]
-
-
-def of_verl(look):
-    return [installation.hooks_check({"Ours": look})]
-
-
-class Ours: ...
-
-
-Ours.__module__ = installation.NAME
-
-
-def sglang(**changes):
-    return installation.sglang_checks(msgspec.structs.replace(GOOD_SGLANG, **changes))
+def plugin(**changes):
+    facts = msgspec.structs.replace(FACTS, **changes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(installation, "run_probe", lambda *_: facts)
+        return list(installation.plugin_checks("verl", installation.probe_verl, {}))
 
 
 def ipc(num_gpus, *failed):
@@ -81,7 +65,7 @@ def nccl(**environment):
         return list(hardware.nccl_checks(0))
 
 
-FACTS = [  # what is looked at, the check, how it is judged, and what is said
+JUDGED = [  # what is looked at, the check, how it is judged, and what is said
     (partial(version, "0.9.1"), "version of verl", OK, "0.9.1"),
     (partial(version, "0.9.1+cu130"), "version of verl", OK, "0.9.1"),
     (partial(version, "0.9.2"), "version of verl", WARN, "0.9.2"),
@@ -112,24 +96,19 @@ FACTS = [  # what is looked at, the check, how it is judged, and what is said
     ),
     (partial(without, "verl"), "requirements", FAIL, 'pip install "verl==0.9.1"'),
     (partial(without), "requirements", OK, "are installed"),
-    (verl, "verl plugin", OK, "a:b"),
-    (partial(verl, entries=[]), "verl plugin", FAIL, "no entry"),
+    (plugin, "verl plugin", OK, "verl loads it"),
+    (plugin, "verl hooks", OK, "all 1 are in place"),
     *(
-        (partial(verl, policy), "verl plugin", FAIL, f"EXTERNAL_PLUGINS={policy!r}")
-        for policy in ("none", "another,plugin", "")
+        (partial(plugin, hooks=hooks), name, status, said)
+        for hooks, name, status, said in (
+            ({"a.B.resume": False, "c": True}, "verl hooks", FAIL, "not ours: a.B.resume"),
+            ({"a.B.resume": False, "c": True}, "verl plugin", OK, "verl loads it"),
+            ({"a.B.resume": False}, "verl plugin", FAIL, "unset VERL_USE_EXTERNAL_PLUGINS"),
+            ({}, "verl plugin", FAIL, "verl does not load it"),
+            ({}, "verl hooks", FAIL, "not ours: all"),
+        )
     ),
-    (partial(verl, "other, verl_sglang_sync"), "verl plugin", OK, ""),
-    (partial(of_verl, lambda: Ours), "verl hooks", OK, "all 1 are in place"),
-    (partial(of_verl, lambda: Path), "verl hooks", FAIL, "verl has pathlib.Path"),
-    (partial(of_verl, lambda: {}["lost"]), "verl hooks", FAIL, "KeyError('lost')"),
-    (partial(sglang, hooks={"a.B.resume": False}), "SGLang hooks", FAIL, "resume"),
-    (partial(sglang, hooks={}), "SGLang hooks", FAIL, "none is registered"),
-    (partial(sglang, load_errors=[TRACEBACK]), "SGLang plugin", FAIL, TRACEBACK),
-    (partial(sglang), "SGLang plugin", OK, "SGLang loads"),
-    *(
-        (partial(sglang, policy=policy), "SGLang plugin", FAIL, f"SGLANG_PLUGINS={policy!r}")
-        for policy in ("another", "auto")
-    ),
+    (partial(plugin, load_errors=[TRACEBACK]), "verl plugin", FAIL, TRACEBACK),
     (partial(ipc, 0), "CUDA IPC", OK, "0 GPUs visible"),
     (partial(ipc, 2), "CUDA IPC", OK, "2 GPUs visible, 4 pairs tried"),
     (partial(ipc, 2, (1, 1)), "CUDA IPC", FAIL, "--ipc=host"),
@@ -139,7 +118,7 @@ FACTS = [  # what is looked at, the check, how it is judged, and what is said
 ]
 
 
-@pytest.mark.parametrize(("look", "name", "status", "said"), FACTS)
+@pytest.mark.parametrize(("look", "name", "status", "said"), JUDGED)
 def test_a_fact_is_judged(look, name, status, said):
     check = {check.name: check for check in look()}[name]
     assert check.status is status
@@ -150,6 +129,15 @@ def test_a_fact_is_judged(look, name, status, said):
 def test_tested_sets_lie_inside_our_requirements(release):
     judged = {each.status for each in beside(release) if each.name.startswith("version")}
     assert judged == {OK}
+
+
+def test_a_hook_is_ours_by_its_module(monkeypatch):
+    """verl's own names stand in for a plugin that replaced ours."""
+    used = namedtuple("used", "")
+    used.__module__ = "verl_sglang_sync_copy.rollout"
+    base = importlib.import_module("verl.workers.rollout.base")
+    monkeypatch.setattr(base, "get_rollout_class", lambda *_: used)
+    assert installation.probe_verl().hooks["verl_sglang_sync_copy.rollout.used"] is False
 
 
 def test_every_gpu_reads_every_gpu(monkeypatch):

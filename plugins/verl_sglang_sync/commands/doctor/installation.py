@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, requires, version
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, entry_points, requires, version
 
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from sglang_loader.probe import SGLangFacts
-from verl_sglang_sync.commands.doctor.check import FAIL, OK, WARN, Check, last_line
+from sglang_loader.probe import PluginFacts
+from verl_sglang_sync.commands.doctor.check import FAIL, OK, WARN, Check, last_line, run_probe
 
 DISTRIBUTION = "verl-sglang-sync"
 TESTED = {
@@ -45,8 +42,8 @@ SGLANG_RUNS = {
 DEFAULT_SGLANG = next(iter(TESTED_SGLANG))
 
 NAME = "verl_sglang_sync"
-REINSTALL = "reinstall, in a clone of verl-sglang-sync: pip install --no-deps -e ."
 REPLACED = "another plugin replaced ours, or ours did not load"
+LOAD_ADVICE = "unset VERL_USE_EXTERNAL_PLUGINS and SGLANG_PLUGINS, or reinstall verl-sglang-sync"
 
 Installed = Callable[[str], str | None]
 
@@ -141,92 +138,42 @@ def version_check(name: str, tested: str, actual: str, allowed: Requirement | No
     return Check(title, WARN, f"{actual}, tested with {versions}", install)
 
 
-def probe_verl() -> list[Check]:
-    """Import verl and its rollout classes, and check our entry point and hooks. A probe."""
+def probe_verl() -> PluginFacts:
+    """Import verl, and report what it uses, and the error of our entry point. A probe."""
     import verl.utils.config
     from verl.workers.rollout import base, replica
 
-    variable = "VERL_USE_EXTERNAL_PLUGINS"
-    policy = os.environ.get(variable, "auto").strip().lower()
-    entries = entry_points(group="verl.plugins", name=NAME)
-    errors = []
-    if policy != "none":
-        # verl has hidden the error of an import that failed. The same import fails once more.
-        try:
-            for entry_point in entries:
-                entry_point.load()
-        except Exception:
-            errors.append(traceback.format_exc())
-    hooks: dict[str, Callable[[], Any]] = {
-        "verl.rollout.WeightSyncRollout": partial(base.get_rollout_class, "sglang", "async"),
-        "verl.replica.WeightSyncReplica": partial(replica.RolloutReplicaRegistry.get, "sglang"),
-        "preflight.with_recipe_check.<locals>.validate": partial(
-            getattr, verl.utils.config, "validate_config"
-        ),
-    }
-    return [
-        plugin_check("verl", entries, errors, variable, policy, everything="auto"),
-        hooks_check(hooks),
-    ]
+    hooks = {}
+    for used in (
+        base.get_rollout_class("sglang", "async"),
+        replica.RolloutReplicaRegistry.get("sglang"),
+        verl.utils.config.validate_config,
+    ):
+        is_ours = used.__module__.startswith(f"{NAME}.")
+        hooks[f"{used.__module__}.{used.__qualname__}"] = is_ours
+    load_errors = []
+    # verl has hidden the error of an import that failed. The same import fails once more.
+    try:
+        for entry_point in entry_points(group="verl.plugins", name=NAME):
+            entry_point.load()
+    except Exception:
+        load_errors.append(traceback.format_exc())
+    return PluginFacts(load_errors=load_errors, hooks=hooks)
 
 
-def hooks_check(hooks: Mapping[str, Callable[[], Any]]) -> Check:
-    """Check that verl uses our classes and functions.
-
-    Args:
-        hooks: functions that return what verl uses, by the name in our package.
-    """
-    wrong = []
-    for ours, look_up in hooks.items():
-        try:
-            used = look_up()
-            name = f"{used.__module__}.{used.__qualname__}"
-        except Exception as error:
-            name = repr(error)
-        if name != f"{NAME}.{ours}":
-            wrong.append(f"verl has {name}, not {NAME}.{ours}")
-    if wrong:
-        return Check("verl hooks", FAIL, "\n".join(wrong), REPLACED)
-    return Check("verl hooks", OK, f"all {len(hooks)} are in place")
-
-
-def sglang_checks(facts: SGLangFacts) -> list[Check]:
-    """Check that SGLang loads our entry point and applies our hooks."""
-    entries = entry_points(group="sglang.srt.plugins", name=NAME)
-    missing = sorted(path for path, applied in facts.hooks.items() if not applied)
-    hooks = Check("SGLang hooks", OK, f"all {len(facts.hooks)} are in place")
-    if missing or not facts.hooks:
-        detail = f"not applied: {', '.join(missing) or 'none is registered'}"
-        hooks = Check("SGLang hooks", FAIL, detail, "see the SGLang plugin's error")
-    loaded = entries, facts.load_errors, "SGLANG_PLUGINS", facts.policy
-    return [plugin_check("SGLang", *loaded, everything=""), hooks]
-
-
-def plugin_check(
-    who: str,
-    entries: Iterable[EntryPoint],
-    load_errors: Sequence[str],
-    variable: str,
-    policy: str,
-    *,
-    everything: str,
-) -> Check:
-    """Check that verl or SGLang loads our entry point.
-
-    Args:
-        who: "verl" or "SGLang".
-        entries: our entry points in the installed metadata.
-        load_errors: tracebacks of entry points that failed.
-        variable: the environment variable that selects plugins.
-        policy: the variable's value, a list of plugins or `everything`.
-        everything: the value that selects all plugins.
-    """
-    title, targets = f"{who} plugin", sorted({entry_point.value for entry_point in entries})
-    if not targets:
-        return Check(title, FAIL, f"no entry {NAME!r} in the installed metadata", REINSTALL)
-    if load_errors:
-        return Check(title, FAIL, last_line(load_errors[0]), "\n".join(load_errors))
-    if policy != everything and NAME not in map(str.strip, policy.split(",")):
-        detail = f"{variable}={policy!r} keeps {who} from loading it"
-        return Check(title, FAIL, detail, f"unset it, or add {NAME} to the list")
-    return Check(title, OK, f"{who} loads {', '.join(targets)}")
+def plugin_checks(
+    engine: str, probe: Callable[[], PluginFacts], environment: Mapping[str, str]
+) -> Iterator[Check]:
+    """Check in a new process that verl or SGLang loads our entry point, and uses our hooks."""
+    facts, title = run_probe(probe, environment), f"{engine} plugin"
+    if facts.load_errors:
+        yield Check(title, FAIL, last_line(facts.load_errors[0]), "\n".join(facts.load_errors))
+    elif not any(facts.hooks.values()):
+        yield Check(title, FAIL, f"{engine} does not load it", LOAD_ADVICE)
+    else:
+        yield Check(title, OK, f"{engine} loads it")
+    title, lost = f"{engine} hooks", [name for name, ours in facts.hooks.items() if not ours]
+    if facts.hooks and not lost:
+        yield Check(title, OK, f"all {len(facts.hooks)} are in place")
+    else:
+        yield Check(title, FAIL, f"not ours: {', '.join(lost) or 'all'}", REPLACED)

@@ -14,7 +14,7 @@ import torch
 
 from sglang_loader.probe import collect as probe_sglang
 from verl_sglang_sync.commands.doctor import hardware, installation, presets
-from verl_sglang_sync.commands.doctor.check import FAIL, OK, Check, Status, last_line, run_probe
+from verl_sglang_sync.commands.doctor.check import FAIL, OK, Check, Status, last_line
 
 
 def diagnose(overrides: Sequence[str] = ()) -> list[Check]:
@@ -27,17 +27,20 @@ def diagnose(overrides: Sequence[str] = ()) -> list[Check]:
     # Without a GPU the import of sglang fails unless this variable is set.
     environment = {} if num_gpus else {"SGLANG_USE_CPU_ENGINE": "1"}
     with ThreadPoolExecutor(max_workers=3) as pool:
-        verl = pool.submit(run_probe, installation.probe_verl, environment)
-        sglang = pool.submit(run_probe, probe_sglang, environment)
+        verl, sglang = (
+            pool.submit(
+                guarded,
+                f"{engine} plugin",
+                partial(installation.plugin_checks, engine, probe, environment),
+            )
+            for engine, probe in (("verl", installation.probe_verl), ("SGLang", probe_sglang))
+        )
         ipc = pool.submit(guarded, "CUDA IPC", partial(hardware.cuda_ipc_checks, num_gpus))
-
-        def sglang_plugin() -> list[Check]:
-            return installation.sglang_checks(sglang.result())
 
         checks: tuple[tuple[str, Callable[[], Iterable[Check]]], ...] = (
             ("versions", installation.version_checks),
             ("verl plugin", verl.result),
-            ("SGLang plugin", sglang_plugin),
+            ("SGLang plugin", sglang.result),
             ("CUDA IPC", ipc.result),
             ("NCCL", partial(hardware.nccl_checks, num_gpus)),
             ("recipe", partial(presets.recipe_checks, overrides, num_gpus)),
