@@ -9,7 +9,6 @@ from functools import partial
 import msgspec
 import pytest
 import torch
-from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
 from sglang_loader.common import shared_memory
@@ -25,25 +24,14 @@ TRACEBACK = (
 FACTS = PluginFacts(load_errors=[], hooks={"a.B.resume": True})
 
 
-def version(found):
-    allowed = Requirement("verl>=0.9.1,<0.11")
-    return [installation.version_check("verl", "0.9.1", found, allowed)]
-
-
-def beside(sglang, **others):
-    """The versions of an installation that is the tested one, but for these."""
-    tested = installation.tested_beside(sglang)
-    return installation.version_checks((tested | {"sglang": sglang} | others).get)
-
-
-def beside_bridge(bridge, core):
-    installed = {"megatron-bridge": bridge, "megatron-core": core}
-    return installation.version_checks(installed.get)
-
-
-def without(*names):
-    installed = lambda name: None if name in names else "1"  # noqa: E731
-    return [installation.requirements_check(installation.TESTED, installed)]
+def versions(**changed):
+    """The checks of an installation that is the tested one, but for these versions."""
+    named = {name.replace("_", "-"): release for name, release in changed.items()}
+    installed = installation.tested_beside(named.get("sglang"), named.get("megatron-bridge"))
+    with pytest.MonkeyPatch.context() as patch:
+        look_up = (installed | named).get
+        patch.setattr(installation, "installed_version", lambda name: look_up(name, "1"))
+        return list(installation.version_checks())
 
 
 def plugin(**changes):
@@ -66,14 +54,19 @@ def nccl(**environment):
 
 
 JUDGED = [  # what is looked at, the check, how it is judged, and what is said
-    (partial(version, "0.9.1"), "version of verl", OK, "0.9.1"),
-    (partial(version, "0.9.1+cu130"), "version of verl", OK, "0.9.1"),
-    (partial(version, "0.9.2"), "version of verl", WARN, "0.9.2"),
-    (partial(version, "0.10.0.dev0"), "version of verl", WARN, "0.10.0.dev0"),
-    (partial(version, "0.11.0"), "version of verl", FAIL, "0.11.0"),
-    (partial(version, "0.9.0"), "version of verl", FAIL, "0.9.0"),
     *(
-        (partial(beside, found), "version of sglang", status, said)
+        (partial(versions, verl=found), "version of verl", status, found)
+        for found, status in (
+            ("0.9.1", OK),
+            ("0.9.1+cu130", OK),
+            ("0.9.2", WARN),
+            ("0.10.0.dev0", WARN),
+            ("0.11.0", FAIL),
+            ("0.9.0", FAIL),
+        )
+    ),
+    *(
+        (partial(versions, sglang=found), "version of sglang", status, said)
         for found, status, said in (
             ("0.5.15", WARN, "0.5.20 (its interfaces, and syncs of engines, on CPUs)"),
             ("0.5.16.post1", WARN, "0.5.14 (all tests, and trainings on GPUs)"),
@@ -83,19 +76,22 @@ JUDGED = [  # what is looked at, the check, how it is judged, and what is said
             ("0.5.13", FAIL, "0.5.14"),
         )
     ),
-    (partial(beside, "0.5.24"), "version of torch", OK, "as tested"),
-    (partial(beside_bridge, "0.5.0", "0.18.2"), "version of megatron-bridge", OK, "as tested"),
-    (partial(beside_bridge, "0.6.2", "0.19.2"), "version of megatron-core", OK, "as tested"),
-    (partial(beside_bridge, "0.3.1", "0.18.2"), "version of megatron-core", WARN, "0.16.1"),
-    (partial(beside_bridge, "0.4.2", "0.16.1"), "version of megatron-bridge", WARN, "0.3.1"),
-    (
-        partial(without, "codetiming", "cachetools"),
-        *("requirements", FAIL),
-        "not installed: cachetools (of verl-sglang-sync), codetiming (of verl)"
-        "pip install cachetools codetiming",
+    (partial(versions, sglang="0.5.24"), "version of torch", OK, "as tested"),
+    *(
+        (partial(versions, megatron_bridge=bridge, megatron_core=core), name, status, said)
+        for bridge, core, name, status, said in (
+            ("0.5.0", "0.18.2", "version of megatron-bridge", OK, "as tested"),
+            ("0.6.2", "0.19.2", "version of megatron-core", OK, "as tested"),
+            ("0.3.1", "0.18.2", "version of megatron-core", WARN, "0.16.1"),
+            ("0.4.2", "0.16.1", "version of megatron-bridge", WARN, "0.3.1"),
+        )
     ),
-    (partial(without, "verl"), "requirements", FAIL, 'pip install "verl==0.9.1"'),
-    (partial(without), "requirements", OK, "are installed"),
+    (
+        partial(versions, codetiming=None, cachetools=None),
+        *("requirements", FAIL, "pip install cachetools codetiming"),
+    ),
+    (partial(versions, verl=None), "requirements", FAIL, "not installed: verl"),
+    (versions, "requirements", OK, "are installed"),
     (plugin, "verl plugin", OK, "verl loads it"),
     (plugin, "verl hooks", OK, "all 1 are in place"),
     *(
@@ -127,7 +123,7 @@ def test_a_fact_is_judged(look, name, status, said):
 
 @pytest.mark.parametrize("release", installation.TESTED_SGLANG)
 def test_tested_sets_lie_inside_our_requirements(release):
-    judged = {each.status for each in beside(release) if each.name.startswith("version")}
+    judged = {each.status for each in versions(sglang=release) if each.name.startswith("version")}
     assert judged == {OK}
 
 

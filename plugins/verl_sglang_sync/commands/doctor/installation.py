@@ -1,4 +1,4 @@
-"""Checks of the installation: versions, entry points, and their use by verl and SGLang."""
+"""Checks of the installation: versions, and the use of our entry points by verl and SGLang."""
 
 from __future__ import annotations
 
@@ -7,45 +7,38 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from sglang_loader.probe import PluginFacts
 from verl_sglang_sync.commands.doctor.check import FAIL, OK, WARN, Check, last_line, run_probe
 
-DISTRIBUTION = "verl-sglang-sync"
+DISTRIBUTION, NAME = "verl-sglang-sync", "verl_sglang_sync"
 TESTED = {
     "verl": "0.9.1",
     "torch-memory-saver": "0.0.10",
     "ray": "2.60.0",
     "hydra-core": "1.3.8",
     "TransferQueue": "0.1.11",
-    "mbridge": "0.15.1",  # for Megatron trainers, as those below; skipped if it is not installed
+    "mbridge": "0.15.1",  # for Megatron trainers, as those below. It may be missing.
 }
 TESTED_BRIDGES = {"0.3.1": "0.16.1", "0.5.0": "0.18.2", "0.6.2": "0.19.2"}
-"""Tested releases of Megatron-Bridge, with the megatron-core that each was tested with. The first
-one is the default."""
+"""Tested releases of Megatron-Bridge, each with its megatron-core. The first is the default."""
 TESTED_SGLANG = {
     "0.5.14": {"torch": "2.11.0", "transformers": "5.8.1"},
     "0.5.17": {"torch": "2.11.0", "transformers": "5.12.1"},
     "0.5.20": {"torch": "2.13.0", "transformers": "5.12.1"},
     "0.5.23": {"torch": "2.14.1", "transformers": "5.19.0"},
 }
-"""Tested releases of SGLang, with the other packages that each was tested with. pip resolves to the
-first one."""
+"""Tested releases of SGLang, each with its other packages. pip resolves to the first one."""
 SGLANG_RUNS = {
     "0.5.14": "all tests, and trainings on GPUs",
     "0.5.17": "the fast tests, and one GPU",
     "0.5.20": "its interfaces, and syncs of engines, on CPUs",
     "0.5.23": "the fast tests, on CPUs",
 }
-"""Tests that were run with each of these releases."""
-DEFAULT_SGLANG = next(iter(TESTED_SGLANG))
-
-NAME = "verl_sglang_sync"
 REPLACED = "another plugin replaced ours, or ours did not load"
 LOAD_ADVICE = "unset VERL_USE_EXTERNAL_PLUGINS and SGLANG_PLUGINS, or reinstall verl-sglang-sync"
-
-Installed = Callable[[str], str | None]
 
 
 def installed_version(name: str) -> str | None:
@@ -56,85 +49,49 @@ def installed_version(name: str) -> str | None:
         return None
 
 
-def version_checks(installed: Installed = installed_version) -> list[Check]:
-    """Compare the installed packages with the requirements and with the tested versions."""
-    tested = tested_beside(installed("sglang"), installed("megatron-bridge"))
-    checks = [requirements_check(tested, installed)]
-    allowed = {requirement.name.lower(): requirement for requirement in _requirements(DISTRIBUTION)}
-    if "sglang" in allowed:
-        allowed["sglang"] = _with_excluded(allowed["sglang"])
-    for name, wanted in tested.items():
-        if actual := installed(name):
-            checks.append(version_check(name, wanted, actual, allowed.get(name.lower())))
-    return checks
-
-
 def tested_beside(sglang: str | None, bridge: str | None = None) -> dict[str, str]:
-    """Return the versions tested with these releases, or with the default releases.
-
-    Args:
-        sglang: the installed version, or None. The default serves for an untested one, too.
-        bridge: the same of Megatron-Bridge.
-    """
+    """Return the versions tested with these releases, or with the default of an untested one."""
     # `public` drops a local suffix such as "+cu130".
-    public = DEFAULT_SGLANG if sglang is None else Version(sglang).public
-    release = public if public in TESTED_SGLANG else DEFAULT_SGLANG
-    of_bridge = bridge if bridge in TESTED_BRIDGES else next(iter(TESTED_BRIDGES))
-    megatron = {"megatron-core": TESTED_BRIDGES[of_bridge], "megatron-bridge": of_bridge}
+    public = sglang and Version(sglang).public
+    release = public if public in TESTED_SGLANG else next(iter(TESTED_SGLANG))
+    bridge = bridge if bridge in TESTED_BRIDGES else next(iter(TESTED_BRIDGES))
+    megatron = {"megatron-core": TESTED_BRIDGES[bridge], "megatron-bridge": bridge}
     return TESTED | megatron | {"sglang": release} | TESTED_SGLANG[release]
 
 
-def _with_excluded(requirement: Requirement) -> Requirement:
-    """Return the requirement without its exclusions."""
-    # The exclusions keep pip from SGLang 0.5.18 to 0.5.22. pip would build their `cuda-tile`, and
-    # fail, before pip sees that verl excludes their transformers. Images with `cuda-tile` run them.
-    kept = (specifier for specifier in requirement.specifier if specifier.operator != "!=")
-    return Requirement(f"{requirement.name}{','.join(map(str, kept))}")
+def _requirements(owner: str) -> dict[str, SpecifierSet]:
+    lines = requires(owner) if installed_version(owner) is not None else None
+    needed = map(Requirement, lines or ())
+    return {r.name: r.specifier for r in needed if not r.marker or r.marker.evaluate({"extra": ""})}
 
 
-def _requirements(distribution: str) -> list[Requirement]:
-    """Return a distribution's requirements on this machine, without extras. Empty if missing."""
-    try:
-        declared = map(Requirement, requires(distribution) or ())
-    except PackageNotFoundError:
-        return []
-    return [r for r in declared if r.marker is None or r.marker.evaluate({"extra": ""})]
+def version_checks() -> Iterator[Check]:
+    """Compare the installed packages with all requirements, and with the tested versions."""
+    # Beside newer releases of SGLang, verl is installed by `pip --no-deps`, without requirements.
+    ours = _requirements(DISTRIBUTION)
+    needed = ours | _requirements("verl") | _requirements("sglang")
+    if missing := " ".join(sorted(name for name in needed if installed_version(name) is None)):
+        yield Check("requirements", FAIL, f"not installed: {missing}", f"pip install {missing}")
+    else:
+        yield Check("requirements", OK, "all of verl's, SGLang's and ours are installed")
+    tested = tested_beside(installed_version("sglang"), installed_version("megatron-bridge"))
+    for name, wanted in tested.items():
+        if (actual := installed_version(name)) is not None:
+            yield _version_check(name, wanted, actual, ours.get(name, SpecifierSet()))
 
 
-def requirements_check(tested: dict[str, str], installed: Installed = installed_version) -> Check:
-    """Check that all requirements of verl, of SGLang and of this project are installed."""
-    # verl is installed with `pip --no-deps` beside newer releases of SGLang, which may leave out
-    # some requirements.
-    missing = {
-        requirement.name: owner
-        for owner in ("verl", "sglang", DISTRIBUTION)
-        for requirement in _requirements(owner)
-        if installed(requirement.name) is None
-    }
-    if not missing:
-        return Check("requirements", OK, "all of verl's, SGLang's and ours are installed")
-    detail = ", ".join(f"{name} (of {owner})" for name, owner in sorted(missing.items()))
-    wanted = [f'"{name}=={tested[name]}"' if name in tested else name for name in sorted(missing)]
-    advice = f"pip install {' '.join(wanted)}"
-    return Check("requirements", FAIL, f"not installed: {detail}", advice)
-
-
-def version_check(name: str, tested: str, actual: str, allowed: Requirement | None) -> Check:
-    """Check the version of one package. An untested version that is allowed is a warning.
-
-    Args:
-        tested: the tested version.
-        actual: the installed version. Local suffixes such as "+cu130" are ignored.
-        allowed: this project's requirement of the package, if there is one.
-    """
+def _version_check(name: str, tested: str, actual: str, required: SpecifierSet) -> Check:
+    # SGLang's exclusions keep pip from building a `cuda-tile`, which fails. Images that have a
+    # `cuda-tile` run these releases.
+    allowed = SpecifierSet(",".join(str(part) for part in required if part.operator != "!="))
     title, install = f"version of {name}", f'pip install "{name}=={tested}"'
-    if Version(actual).public == Version(tested).public:
-        run = f": {SGLANG_RUNS[tested]}" if name == "sglang" else ""
+    runs = SGLANG_RUNS if name == "sglang" else {}
+    if Version(actual).public == tested:
+        run = f": {runs[tested]}" if runs else ""
         return Check(title, OK, f"{actual}, as tested{run}")
-    if allowed is not None and not allowed.specifier.contains(actual, prereleases=True):
-        return Check(title, FAIL, f"{actual}, allowed: {allowed.specifier}", install)
-    runs = ", ".join(f"{release} ({run})" for release, run in SGLANG_RUNS.items())
-    versions = runs if name == "sglang" else tested
+    if not allowed.contains(actual, prereleases=True):
+        return Check(title, FAIL, f"{actual}, allowed: {allowed}", install)
+    versions = ", ".join(f"{release} ({run})" for release, run in runs.items()) or tested
     return Check(title, WARN, f"{actual}, tested with {versions}", install)
 
 
