@@ -6,43 +6,27 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeVar
+from typing import Any
 
 PROBE_TIMEOUT_S = 300.0
 STDERR_CHARS = 4000
 RUN_PROBE = """
 import pickle, sys
-probe, arguments = pickle.loads(bytes.fromhex(sys.argv[1]))
+probe, arguments = pickle.loads(bytes.fromhex(sys.stdin.read()))
 sys.stdout.write("\\n" + pickle.dumps(probe(*arguments)).hex() + "\\n")
 """
 
-Facts = TypeVar("Facts")
-
-
-class Status(StrEnum):
-    """Result of a check, the best first."""
-
-    OK = "ok"
-    WARN = "warn"
-    FAIL = "fail"
-
-
+Status = StrEnum("Status", ["OK", "WARN", "FAIL"])
+"""Result of a check, the best first."""
 OK, WARN, FAIL = Status
 
 
 @dataclass(frozen=True)
 class Check:
-    """The result of one check.
-
-    Attributes:
-        name: short name such as "verl plugin". Scripts select by it, so names do not change.
-        status: FAIL means that a recipe with `+weight_sync=...` cannot be relied on here.
-        detail: what was found.
-        advice: what to do, or "" if there is nothing to do.
-    """
+    """The result of one check. Scripts select checks by name, so names do not change."""
 
     name: str
     status: Status
@@ -50,46 +34,28 @@ class Check:
     advice: str = ""
 
 
-class ProbeError(RuntimeError):
-    """The end of a probe's process without a result. The message has the end of its stderr."""
-
-
-def run_probe(
-    probe: Callable[..., Facts],
-    environment: Mapping[str, str] | None = None,
-    *arguments: object,
-    timeout_s: float = PROBE_TIMEOUT_S,
-) -> Facts:
-    """Call a function of a module in a new process, and return its result.
-
-    Args:
-        probe: the function. Its arguments and its result are pickled.
-        environment: variables in addition to this process's own.
-
-    Raises:
-        ProbeError: the process failed or hung.
-    """
-    name = f"{probe.__module__}.{probe.__name__}"
+def guarded(name: str, check: Callable[..., Iterable[Check]], *arguments: Any) -> list[Check]:
+    """Run a check, and return its results. An exception becomes a failed check."""
     try:
-        result = subprocess.run(
-            [sys.executable, "-c", RUN_PROBE, pickle.dumps((probe, arguments)).hex()],
-            env={**os.environ, **(environment or {})},
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise ProbeError(f"{name}: no answer within {timeout_s:g} s") from None
-    lines = result.stdout.splitlines()
-    if result.returncode != 0 or not lines:
-        stderr = result.stderr.strip()[-STDERR_CHARS:]
-        raise ProbeError(f"{name}: exit status {result.returncode}\n{stderr}")
+        return list(check(*arguments))
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        if isinstance(error, subprocess.CalledProcessError) and error.stderr.strip():
+            text = error.stderr[-STDERR_CHARS:]  # a probe's own error
+        reason = text.strip().splitlines()[-1]
+        return [Check(name, FAIL, f"could not be checked: {reason}", text)]
+
+
+def run_probe(probe: Callable[..., Any], environment: Mapping[str, str], *arguments: Any) -> Any:
+    """Call a function of a module in a new process, with more environment variables."""
+    result = subprocess.run(
+        [sys.executable, "-c", RUN_PROBE],
+        input=pickle.dumps((probe, arguments)).hex(),
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=PROBE_TIMEOUT_S,
+        check=True,
+    )
     # Imports in the process may print lines before the result.
-    facts: Facts = pickle.loads(bytes.fromhex(lines[-1]))
-    return facts
-
-
-def last_line(text: str) -> str:
-    """Return the last line of a traceback or a log that is not empty."""
-    return ([line.strip() for line in text.splitlines() if line.strip()] or ["no output"])[-1]
+    return pickle.loads(bytes.fromhex(result.stdout.splitlines()[-1]))

@@ -11,7 +11,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from sglang_loader.probe import PluginFacts
-from verl_sglang_sync.commands.doctor.check import FAIL, OK, WARN, Check, last_line, run_probe
+from verl_sglang_sync.commands.doctor.check import FAIL, OK, WARN, Check, run_probe
 
 DISTRIBUTION, NAME = "verl-sglang-sync", "verl_sglang_sync"
 TESTED = {
@@ -124,7 +124,8 @@ def plugin_checks(
     """Check in a new process that verl or SGLang loads our entry point, and uses our hooks."""
     facts, title = run_probe(probe, environment), f"{engine} plugin"
     if facts.load_errors:
-        yield Check(title, FAIL, last_line(facts.load_errors[0]), "\n".join(facts.load_errors))
+        error = facts.load_errors[0].splitlines()[-1]
+        yield Check(title, FAIL, error, "\n".join(facts.load_errors))
     elif not any(facts.hooks.values()):
         yield Check(title, FAIL, f"{engine} does not load it", LOAD_ADVICE)
     else:
