@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, flag_override
 
 from verl_sglang_sync.commands.doctor.check import FAIL, OK, WARN, Check
 from verl_sglang_sync.config import BACKEND_KEY, DISAGGREGATED_BACKEND, ROLLOUT, WeightSyncConfig
@@ -43,7 +43,10 @@ def compose(arguments: Sequence[str]) -> DictConfig:
             raise ValueError(f"--config-dir={options.config_dir}: there is no such folder")
         search_path.prepend("command-line", f"file://{path}", SearchPathQuery(provider="schema"))
     name, loader = options.config_name or "ppo_trainer", ConfigLoaderImpl(search_path)
-    return loader.load_configuration(name, options.overrides, RunMode.RUN)
+    config = loader.load_configuration(name, options.overrides, RunMode.RUN)
+    with flag_override(config, ["struct", "readonly"], False):
+        del config["hydra"]  # Hydra's own part, which main_ppo does not get
+    return config
 
 
 def recipe_checks(arguments: Sequence[str], num_gpus: int) -> Iterator[Check]:
