@@ -180,7 +180,7 @@ def test_any_coverage_leaves_right_weights_after_syncs(coverage, fails, bridge, 
         patch.setattr("sglang_loader.host_backup.backup.BRIDGED_BYTES", bridge)
         patch.setattr("sglang_loader.host_backup.saved_bytes.CHUNK_BYTES", chunk)
         plan = LoadPlan((), covered, destinations)
-        backup.publish(plan)
+        backup.leave_out(plan)
         for failed in [*fails, False]:
             with torch.inference_mode(inference):
                 release_and_resume(model, backup)
@@ -195,7 +195,7 @@ def test_any_coverage_leaves_right_weights_after_syncs(coverage, fails, bridge, 
                 assert backup.stale
                 continue
             overwrite(destinations, covered)
-            backup.publish(plan)
+            backup.leave_out(plan)
             assert sync_completed(model) is None
     assert contents(destinations) == expected
     assert backup.host_bytes == 0

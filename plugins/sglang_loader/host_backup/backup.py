@@ -2,10 +2,10 @@
 
 A `WeightsBackup` promises this: after `restore` a byte is either back bit for bit, or counts as
 undefined until a sync that is proven to write the byte has completed. With policy "auto" the bytes
-of a published coverage are not saved.
+of a coverage that is left out are not saved.
 
-All ranges are address ranges. A published coverage keeps its storages alive, so that no address in
-the coverage can be given to another tensor.
+All ranges are address ranges. A coverage that is left out keeps its storages alive, so that no
+address in the coverage can be given to another tensor.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class WeightsBackup:
     """The state of one model's weights across releases.
 
     Args:
-        policy: "auto" saves all but the published coverage. "on" leaves saving to SGLang and only
-            records syncs.
+        policy: "auto" saves all but the coverage that is left out. "on" leaves saving to SGLang,
+            and only records syncs.
         allocations: returns the memory that a release frees. Called at each release.
 
     Attributes:
@@ -123,13 +123,13 @@ class WeightsBackup:
         )
         self._free_if_defined()
 
-    def publish(self, plan: LoadPlan) -> None:
+    def leave_out(self, plan: LoadPlan) -> None:
         """Save only bytes outside of the plan's coverage, from the next release on.
 
         Call this on every TP rank when a sync has written all of the coverage. Each later sync must
         be proven to write the coverage, as long as the plan's guard holds.
         """
-        if self._plan is plan:  # published already
+        if self._plan is plan:  # left out already
             return
         self._plan = plan
         self._covered = _addresses(plan)
@@ -137,7 +137,7 @@ class WeightsBackup:
         self._free_if_defined()
 
     def define(self, plan: LoadPlan) -> None:
-        """Count the coverage of a plan as defined once this sync has succeeded. Publish nothing.
+        """Count the coverage of a plan as defined once this sync has succeeded. Leave nothing out.
 
         Call this on every TP rank if the replay of this plan failed, and `load_weights` has written
         all of the coverage in this sync.
@@ -168,7 +168,7 @@ class WeightsBackup:
         self.withdraw("a weight update failed")
 
     def sync_completed(self) -> None:
-        """Record that a sync has succeeded: the bytes of a published coverage are defined."""
+        """Record that a sync has succeeded: the bytes of the coverage are defined."""
         self.sync.complete()
         self._undefined = subtract(self._undefined, [*self._covered, *self._written])
         self._written = []

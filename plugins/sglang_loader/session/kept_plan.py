@@ -252,7 +252,7 @@ class KeptPlan:
         if was_unproven:
             self._stored = plan
             if backup is not None:
-                backup.publish(plan)
+                backup.leave_out(plan)
         elif self._store is not None and self._stored is not plan:
             self._stored = plan
             self._store.save(plan, [self.uses[i] for i in range(len(plan.buckets))])
@@ -306,9 +306,9 @@ class KeptPlan:
                 backup.define(failed)
         elif plan is not None and not self.is_unproven:
             if layouts == [bucket.layout for bucket in plan.buckets]:
-                # The sync has written all of the plan's coverage. Published again after a failed
-                # sync, which withdrew it.
-                backup.publish(plan)
+                # The sync has written all of the plan's coverage. Left out again after a failed
+                # sync, which withdrew the plan.
+                backup.leave_out(plan)
             else:
                 num_buckets = len(plan.buckets)
                 backup.sync_in_part(
