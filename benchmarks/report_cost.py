@@ -40,7 +40,7 @@ def report_one(file: Path) -> None:
             report.count_bucket(NUM_TENSORS // NUM_BUCKETS, NUM_BYTES // NUM_BUCKETS)
             report.num_pulled += 1
     report.num_replayed, report.weight_version = NUM_BUCKETS, "7"
-    report.publish(str(file))
+    report.write(str(file))
     report.metrics()
 
 

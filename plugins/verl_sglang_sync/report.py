@@ -114,7 +114,7 @@ class SyncReport:
             metrics["gigabytes_per_s"] = self.payload_bytes / 1e9 / spent
         return {f"{METRICS}/{name}": value for name, value in metrics.items()}
 
-    def publish(self, report_file: str | None) -> None:
+    def write(self, report_file: str | None) -> None:
         """Log the report, and append it as one JSON line to `report_file`, if there is one."""
         logger.info("weight sync: %s", self)
         # SGLang's processes find the reasons for a slow sync. They cannot log a warning, because

@@ -93,7 +93,7 @@ class TestVerl:
         monkeypatch.setattr(module, "waits_before_kv_cache", lambda: verl_waits)
         manager = MagicMock(report=MagicMock(seconds={}), resume=AsyncMock())
         manager.resume.side_effect = lambda tags: steps.append(tags)
-        manager.take_published.return_value = None
+        manager.take_written.return_value = None
         rollout = object.__new__(module.WeightSyncRollout)
         rollout._settings, rollout._engine = "a preset's", None
         rollout._sharding_manager = AsyncMock(return_value=manager)

@@ -78,7 +78,7 @@ def sync_base(rank):
     manager = rank.kept_manager("compiled", free_cache_engine=False)
     for version in ("0", "1"):
         asyncio.run(manager.sync(rank.weights(), version=version))
-    report = manager.take_published()
+    report = manager.take_written()
     return None if report is None else (report.num_replayed, report.num_buckets)
 
 

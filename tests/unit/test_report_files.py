@@ -24,7 +24,7 @@ def publish(path, seconds, replica=0, **counts):
         with report.stage(stage):
             pass
     report.seconds = seconds
-    report.publish(str(path))
+    report.write(str(path))
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_a_narrow_terminal_cuts_no_figure(compiled, columns):
 def test_both_modes_of_a_file_are_named(tmp_path):
     path = tmp_path / "both"
     for replica, mode in ((0, "compiled"), (None, "sglang_sync/compiled")):
-        SyncReport(mode=mode, replica=replica, seconds={"load": 1.0}).publish(str(path))
+        SyncReport(mode=mode, replica=replica, seconds={"load": 1.0}).write(str(path))
     assert "both: compiled, sglang_sync/compiled, 1 syncs of" in run(path).stdout
 
 
@@ -144,7 +144,7 @@ class TestTrace:
         report = SyncReport(mode="compiled", replica=3)
         report.seconds = {"release": 2.0, "open": 1.0, "load": 1.0, "resume_kv_cache": 1.0}
         report.started_at = {"open": 100.0, "load": 100.5, "resume_kv_cache": 110.0}
-        report.publish(str(path))
+        report.write(str(path))
         events = trace_of([read_run(path)])["traceEvents"]
         begun = {event["name"]: event["ts"] / 1e6 for event in events if event["ph"] == "X"}
         assert begun == {"release": 98.0, "open": 100.0, "load": 101.0, "resume_kv_cache": 110.0}
@@ -165,7 +165,7 @@ class TestTrace:
     def test_a_line_without_time_is_named(self, tmp_path, seconds, started_at):
         path, trace = tmp_path / "old.jsonl", tmp_path / "trace.json"
         line = SyncReport(mode="compiled", replica=0, seconds=seconds, started_at=started_at)
-        line.publish(str(path))
+        line.write(str(path))
         result = run(path, "--trace", trace)
         assert result.exit_code == 2
         assert f"{path}, line 1: started_at lacks its stages" in result.stderr

@@ -172,7 +172,7 @@ def test_a_report_line_per_wake_up(tmp_path, free_cache_engine):
     for version in ("1", "2"):
         with awake(manager, [], version=version):
             pass
-    assert "sync" in manager.take_published().seconds and manager.take_published() is None
+    assert "sync" in manager.take_written().seconds and manager.take_written() is None
     lines = report_lines(path)
     sizes = dict.fromkeys(("payload_bytes", "sent_bytes"), 512)
     sizes["staging_bytes"] = 2 * 256

@@ -70,7 +70,7 @@ def test_the_log_line_has_route_and_seconds():
 
 def test_the_log_line_shows_at_verls_default(caplog):
     assert logging.getLogger().level == logging.WARNING, "as verl sets it"
-    report(0.5, num_eager=0).publish(None)
+    report(0.5, num_eager=0).write(None)
     assert [record.levelname for record in caplog.records] == ["INFO"]
     assert caplog.text.count("weight sync: compiled, replica 0") == 1
 
@@ -80,7 +80,7 @@ def test_eager_reasons_warn_once_after_first_sync(caplog):
     for reason in (MAKING_PLAN, "no plan fits", None, "no plan fits", "a cast"):
         told = report(0.5, num_eager=3)
         told.eager_reason = reason
-        told.publish(None)
+        told.write(None)
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     said = [text.rpartition("slower than the load plan: ")[2] for text in warnings]
     assert said == ["no plan fits", "a cast"]
@@ -92,18 +92,18 @@ def test_a_report_file_in_the_home_folder(home, tmp_path, monkeypatch):
     user = SimpleNamespace(pw_dir=str(tmp_path / "home"))
     monkeypatch.setattr(pwd, "getpwnam", lambda _: user)
     monkeypatch.setenv("HOME", user.pw_dir)
-    report(0.5, num_eager=0).publish(f"{home}/runs/syncs.jsonl")
+    report(0.5, num_eager=0).write(f"{home}/runs/syncs.jsonl")
     assert (tmp_path / "home" / "runs" / "syncs.jsonl").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["home"]
 
 
 def test_an_unknown_users_report_file_is_a_warning(caplog):
-    report(0.5, num_eager=0).publish("~no_such_user/syncs.jsonl")
+    report(0.5, num_eager=0).write("~no_such_user/syncs.jsonl")
     assert "nothing is added to report_file='~no_such_user/syncs.jsonl'" in caplog.text
 
 
 def test_an_unwritable_report_file_is_a_warning(tmp_path, caplog):
-    report(0.5, num_eager=0).publish(str(tmp_path))
+    report(0.5, num_eager=0).write(str(tmp_path))
     assert f"nothing is added to report_file={str(tmp_path)!r}: [Errno 21]" in caplog.text
 
 
@@ -113,5 +113,5 @@ def test_host_copies_beside_a_plan_are_a_warning(host_bytes, num_replayed, warns
     cost = {"seconds": [0.1], "gpu_bytes": [4], "host_bytes": [host_bytes]}
     told.add_costs("release", {"weights": cost})
     warn_once.cache_clear()
-    told.publish(None)
+    told.write(None)
     assert ("copies 75% of its weights to the host" in caplog.text) == warns

@@ -43,7 +43,7 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         device: device of the engine's weights on this rank.
 
     Attributes:
-        report: of the wake-up in progress. A published report is replaced by a new one.
+        report: of the wake-up in progress. A written report is replaced by a new one.
     """
 
     def __init__(
@@ -64,16 +64,16 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         )
         self._replica = replica
         self.report = self._new_report()
-        self._published: SyncReport | None = None
+        self._written: SyncReport | None = None
         self._adapter = AdapterSync(ranks)
 
-    def take_published(self) -> SyncReport | None:
-        """Return the report that was published since the last call, or None.
+    def take_written(self) -> SyncReport | None:
+        """Return the report that was written since the last call, or None.
 
         On other ranks than the leader there is none.
         """
-        published, self._published = self._published, None
-        return published
+        written, self._written = self._written, None
+        return written
 
     async def resume(self, tags: Sequence[str]) -> None:
         """Resume the memory of verl's stages "weights" and "kv_cache".
@@ -96,7 +96,7 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         await self._on_leader(name, operations.resume_memory(wanted))
         # verl resumes the KV cache last, so that the report of this wake-up is complete.
         if KV_CACHE in tags:
-            self._publish()
+            self._write()
 
     async def release(self, tags: Sequence[str] | None = None) -> None:
         """Release the memory of tags that is not released yet, by default of all tags."""
@@ -132,9 +132,9 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         with self._new_report_after_failure(), self.report.stage("sync"):
             await sync
         self.report.weight_version = version
-        # Without sleep no wake-up follows that would publish the report.
+        # Without sleep no wake-up follows that would write the report.
         if not self._settings.free_cache_engine:
-            self._publish()
+            self._write()
 
     async def _on_leader(self, stage: str, call: Call) -> None:
         """Run an operation on the engine of each replica. All ranks raise if one fails."""
@@ -163,10 +163,10 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
     def _new_report(self) -> SyncReport:
         return SyncReport(mode=self._settings.mode, replica=self._replica)
 
-    def _publish(self) -> None:
+    def _write(self) -> None:
         # A wake-up without a sync has nothing to report.
         has_synced = self.report.num_buckets or self.report.weight_version is not None
         if self._engine is not None and has_synced:
-            self.report.publish(self._settings.report_file)
-            self._published = self.report
+            self.report.write(self._settings.report_file)
+            self._written = self.report
         self.report = self._new_report()

@@ -131,7 +131,7 @@ class SGLangSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if not self._is_source:
             return {}
         report.weight_version = version
-        report.publish(self._settings.report_file)
+        report.write(self._settings.report_file)
         if global_steps is not None:
             for actor, _ in servers:  # verl's V1 trainer reads the version back with every sample
                 await actor.set_global_steps.remote(global_steps)

@@ -157,8 +157,8 @@ class WeightSyncRollout(ServerAdapter):  # type: ignore[misc]
                 manager.report.add_costs("release", costs)
 
     async def _keep_metrics(self, manager: SGLangShardingManager) -> None:
-        """Send the metrics of a published report to the server (`step_metrics` collects them)."""
-        if (report := manager.take_published()) is not None:
+        """Send the metrics of a written report to the server (`step_metrics` collects them)."""
+        if (report := manager.take_written()) is not None:
             await self.server_actor.keep_metrics.remote(report.metrics())
 
     async def _sharding_manager(self) -> SGLangShardingManager:
