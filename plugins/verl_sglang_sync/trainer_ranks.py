@@ -45,7 +45,7 @@ class WeightSyncError(RanksFailed):
     """A sync failed, on all trainer ranks. The engines may hold incomplete weights."""
 
 
-class ReplicasDiffer(WeightSyncError):
+class CopiesDiffer(WeightSyncError):
     """The trainer's ranks hold different copies of one model. The message names them."""
 
 

@@ -289,7 +289,7 @@ class Route:
         self._num_syncs += 1
         self._num_short = self._distance = 0
 
-    def check_replicas(self, weights: Iterable[NamedTensor]) -> None:
+    def check_copies(self, weights: Iterable[NamedTensor]) -> None:
         """Check that no engine gets parts of different copies of the trainer's model.
 
         This method is collective.

@@ -2,7 +2,7 @@
 
 A parameter is the concatenation of its shards (`Owners`). FSDP2's shards are torch's chunks along
 the first dimension, of which the last may be short or empty. Megatron's shards are the parameters
-of tensor and expert parallel ranks, with a replica on each data parallel rank.
+of tensor and expert parallel ranks, with a copy on each data parallel rank.
 
 An exported tensor is bytes of a parameter (`Origin`), or of several in turn, and a parameter lies
 in shards on the trainer's ranks. All functions here compute with plain numbers.

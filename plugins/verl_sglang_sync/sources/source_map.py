@@ -8,9 +8,9 @@
 
 All FSDP2 ranks trace the export as it runs (`export_trace`), with the same result. Sources with a
 method `trace` (FSDP1, Megatron) make the trace in their own way. A Megatron rank traces its own
-pipeline stage, and names the ranks that it would gather from: the shards of its data parallel
-replica. The traces of a tensor by several ranks must be the same but for the ranks. The ranks in
-the same position hold replicas:
+pipeline stage, and names the ranks that it would gather from: the shards of its own copy of the
+model. The traces of a tensor by several ranks must be the same but for the ranks. The ranks in the
+same position hold copies:
 
     rank 0: "q_proj" is these bytes of "qkv", whose shards are on ranks 0 and 1
     rank 2: "q_proj" is these bytes of "qkv", whose shards are on ranks 2 and 3
@@ -244,14 +244,14 @@ def merge_traces(
     Raises:
         NotTraceable: two ranks traced a tensor as different bytes.
     """
-    replicas: defaultdict[int, list[bytes]] = defaultdict(list)
+    copies: defaultdict[int, list[bytes]] = defaultdict(list)
     for summary in summaries:
-        replicas[summary.structure_checksum].append(summary.holders)
+        copies[summary.structure_checksum].append(summary.holders)
     # By name of a tensor, its traces: one for each structure that has the tensor.
     claims: defaultdict[str, list[_Claim]] = defaultdict(list)
     for summary, traced in zip(summaries, traces, strict=True):
         if traced is not None:
-            parameters = _with_replicas(traced.parameters, replicas[summary.structure_checksum])
+            parameters = _with_copies(traced.parameters, copies[summary.structure_checksum])
             for name, tensor in traced.tensors.items():
                 read = [parameters[origin.parameter] for origin in tensor.origins]
                 claims[name].append((tensor, read))
@@ -262,7 +262,7 @@ def merge_traces(
         if len(claimed) > 1:
             if len({_without_ranks(*claim) for claim in claimed}) > 1:
                 raise NotTraceable(f"the ranks traced different exports: {name} differs")
-            # Structures that differ elsewhere agree on this tensor: their ranks hold replicas.
+            # Structures that differ elsewhere agree on this tensor: their ranks hold copies.
             read = [_merged(same) for same in zip(*(read for _, read in claimed), strict=True)]
         origins = tuple(
             Origin(numbers.setdefault(parameter, len(numbers)), origin.bytes)
@@ -272,17 +272,17 @@ def merge_traces(
     return TracedExport(tuple(numbers), tensors)
 
 
-def _with_replicas(
-    parameters: Sequence[TracedParameter], replicas: Sequence[bytes]
+def _with_copies(
+    parameters: Sequence[TracedParameter], copies: Sequence[bytes]
 ) -> list[TracedParameter]:
-    """Return the parameters with the holders of all replicas.
+    """Return the parameters with the holders of all copies.
 
     Args:
-        replicas: for each replica the ranks that it names, in the order of the shards.
+        copies: for each copy of the model the ranks that it names, in the order of the shards.
     """
-    by_replica = np.stack([np.frombuffer(holders, dtype=np.int32) for holders in replicas])
-    # The ranks that the replicas name in the same place hold the same shard.
-    by_holder, merged = iter(by_replica.T.tolist()), []
+    by_copy = np.stack([np.frombuffer(holders, dtype=np.int32) for holders in copies])
+    # The ranks that the copies name in the same place hold the same shard.
+    by_holder, merged = iter(by_copy.T.tolist()), []
     for parameter in parameters:
         shards = [
             [rank for _ in holders for rank in next(by_holder)]

@@ -40,7 +40,7 @@ from verl_sglang_sync.engine.session import (
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.route import SyncSource
 from verl_sglang_sync.sources.bucket_cutter import Bucket
-from verl_sglang_sync.trainer_ranks import AGREE_EVERY_S, RankLost, ReplicasDiffer, WeightSyncError
+from verl_sglang_sync.trainer_ranks import AGREE_EVERY_S, CopiesDiffer, RankLost, WeightSyncError
 
 JOIN_TIMEOUT_S = 120.0
 GIVE_UP_S = 5.0
@@ -346,7 +346,7 @@ class Sessions:
         )
         # No rank leaves before the engines of all ranks have had `GIVE_UP_S` to end.
         endings = [ending] if shared.is_alone else self.ranks.gather(ending)
-        if isinstance(shared, ReplicasDiffer | Interrupted):
+        if isinstance(shared, CopiesDiffer | Interrupted):
             raise shared
         raise SyncFailed(shared.failures, endings) from cause
 

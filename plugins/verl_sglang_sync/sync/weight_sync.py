@@ -53,7 +53,7 @@ from verl_sglang_sync.sources.export import (
 )
 from verl_sglang_sync.sync.engines import ColocatedEngine, RemoteEngines, SyncTask
 from verl_sglang_sync.sync.sessions import FallbackRefused, Sessions, SyncFailed
-from verl_sglang_sync.trainer_ranks import RankLost, ReplicasDiffer
+from verl_sglang_sync.trainer_ranks import CopiesDiffer, RankLost
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +163,7 @@ class WeightSync:
                     # No rank may fail after the others have left: it would wait for them.
                     # Closing the sessions can fail on one rank alone, after `wait_for_replies`.
                     self._ranks.check()
-                except (SyncFailed, Interrupted, RankLost, ReplicasDiffer):
+                except (SyncFailed, Interrupted, RankLost, CopiesDiffer):
                     raise  # all ranks have this error already
                 except BaseException as error:  # outside of a session
                     Sessions(self._ranks, self._settings, report).fail(error, can_repeat=False)
@@ -291,7 +291,7 @@ class WeightSync:
         """
         sync_pass = SyncPass(_without_report(task), proof="served")
         with task.report.stage("prove"):
-            self._route.check_replicas(task.weights)
+            self._route.check_copies(task.weights)
             try:
                 self._once(sync_pass)
             except SyncFailed as error:

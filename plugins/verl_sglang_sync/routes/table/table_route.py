@@ -55,7 +55,7 @@ from verl_sglang_sync.routes.table.wires import Wires
 from verl_sglang_sync.sources.export import NamedTensor, unquantized
 from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport
 from verl_sglang_sync.sources.memory_blocks import Block, BlockNames, share_block
-from verl_sglang_sync.sources.replicas import check_replicas, differing_replicas
+from verl_sglang_sync.sources.model_copies import check_copies, differing_copies
 from verl_sglang_sync.sources.snapshot import (
     SourcesChanged,
     SourcesSnapshot,
@@ -110,7 +110,7 @@ class TableRoute(Route):
             warn_once("weight sync: full export for this sync, as the set of engines changed")
             return None
         if self.state is RouteState.PROVEN and not self._num_syncs:
-            self.check_replicas(weights)  # an optimizer may have stepped since the proof
+            self.check_copies(weights)  # an optimizer may have stepped since the proof
         # After an exported session or a failure there are none: engines have unmapped all blocks.
         if is_offloaded(weights) or self._locations is None:
             reason = self._locate(weights, shares=True)
@@ -301,7 +301,7 @@ class TableRoute(Route):
         problem, failed = attempt(finish)
         return problem or failed
 
-    def check_replicas(self, weights: Iterable[NamedTensor]) -> None:
+    def check_copies(self, weights: Iterable[NamedTensor]) -> None:
         if self._plan is not None and self.is_prepared:
             self._check_current(self._plan.traced, weights)
 
@@ -316,13 +316,13 @@ class TableRoute(Route):
         )
         if sources is None:
             return
-        differences = differing_replicas(traced, sources, self._ranks, self._device)
+        differences = differing_copies(traced, sources, self._ranks, self._device)
         assert self._wires is not None, "the wires are chosen before anything is compared"
         replicas: list[object] = [known.replica for known in self._known_ranks()]
         if self._is_colocated:
             replicas = [self._ranks.replica_ranks for _ in self._own_readers]
         readers = list(zip(replicas, self._own_readers, strict=True))
-        check_replicas(differences, readers, self._ranks, self._wires.holder)
+        check_copies(differences, readers, self._ranks, self._wires.holder)
 
     def _make_plan(self) -> Reason | None:
         """Map all buckets to shards, if the present plan is outdated.

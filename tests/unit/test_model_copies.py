@@ -10,12 +10,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from unit.route_ranks import export_of, sharded
 from unit.trainer_ranks import WORLD_SIZE, trainer_ranks
 from verl_sglang_sync.routes.table.wires import Wires
-from verl_sglang_sync.sources.owners import nearest
-from verl_sglang_sync.sources.replicas import (
-    ReplicaDifference,
-    check_replicas,
-    differing_replicas,
+from verl_sglang_sync.sources.model_copies import (
+    CopyDifference,
+    check_copies,
+    differing_copies,
 )
+from verl_sglang_sync.sources.owners import nearest
 from verl_sglang_sync.trainer_ranks import WeightSyncError
 
 CPU = torch.device("cpu")
@@ -46,7 +46,7 @@ def compare(rows, drifting, tp, drifting_later=()):
     traced = source_map.traced
 
     def difference():
-        return differing_replicas(traced, source_map.current(export, traced), ranks, CPU)
+        return differing_copies(traced, source_map.current(export, traced), ranks, CPU)
 
     before = difference()
     if dist.get_rank() in drifting:
@@ -57,7 +57,7 @@ def compare(rows, drifting, tp, drifting_later=()):
             list(model.parameters())[2].view(-1)[-1] += 1
     after, error = difference(), None
     try:
-        check_replicas(after, [(ranks.replica_ranks, dist.get_rank())], ranks, nearest)
+        check_copies(after, [(ranks.replica_ranks, dist.get_rank())], ranks, nearest)
     except WeightSyncError as raised:
         error = str(raised)
     return before, [str(each) for each in after], error
@@ -85,7 +85,7 @@ def test_copies_that_drifted_apart_are_named(pool, rows, drifting, tp, found, is
 
 def compare_failing():
     """What is found where one rank cannot take the digests."""
-    failing = "verl_sglang_sync.sources.replicas.digests_on_host"
+    failing = "verl_sglang_sync.sources.model_copies.digests_on_host"
     error = torch.OutOfMemoryError("no memory") if dist.get_rank() == 1 else None
     if error is None:
         return compare(4, [3], 2)[1]
@@ -115,7 +115,7 @@ def test_drifts_of_other_holders_are_judged(pool):
 
 def test_the_copies_that_are_read_are_judged():
     """An engine of two ranks on two hosts reads a near copy on each, and they differ."""
-    difference = ReplicaDifference("norm", ((0,), (2,)))
+    difference = CopyDifference("norm", ((0,), (2,)))
     wires = Wires(("a", "a", "b", "b"), ("a", "b"), first_reader=4, can_map=True)
     assert difference.is_mixed([0, 1], wires.holder)
     assert not difference.is_mixed([0], wires.holder)

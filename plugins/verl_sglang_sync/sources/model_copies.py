@@ -1,7 +1,7 @@
 """Compares the copies of a shard that several trainer ranks hold, and that should be equal.
 
-    differences = differing_replicas(traced, parameters, all_ranks, device)   # collective
-    check_replicas(differences, readers, all_ranks, holder)   # raises if an engine would mix copies
+    differences = differing_copies(traced, parameters, all_ranks, device)   # collective
+    check_copies(differences, readers, all_ranks, holder)   # raises if an engine would mix copies
 
 An engine rank reads a shard from one of its holders. If the holders' copies differ, engines serve
 different models, and the TP ranks of one engine may serve parts of different models. With verl's
@@ -28,7 +28,7 @@ from sglang_loader.common.ranks import Ranks as AllRanks
 from verl_sglang_sync.report import logger, warn_once
 from verl_sglang_sync.sources.export_trace import TracedExport
 from verl_sglang_sync.sources.snapshot import memory_of
-from verl_sglang_sync.trainer_ranks import ReplicasDiffer, own_rank
+from verl_sglang_sync.trainer_ranks import CopiesDiffer, own_rank
 
 Ranks = tuple[int, ...]
 
@@ -40,7 +40,7 @@ Digests = dict[Ranks, list[tuple[str, tuple[int, ...]]]]
 
 
 @dataclass(frozen=True)
-class ReplicaDifference:
+class CopyDifference:
     """A way in which the copies of trainer ranks differ.
 
     Attributes:
@@ -62,12 +62,12 @@ class ReplicaDifference:
         return len({copy_of[holder(holders, reader)] for reader in readers}) > 1
 
 
-def differing_replicas(
+def differing_copies(
     traced: TracedExport,
     parameters: Mapping[str, torch.Tensor],
     all_ranks: AllRanks,
     device: torch.device,
-) -> list[ReplicaDifference]:
+) -> list[CopyDifference]:
     """Compare the copies of all shards that several ranks hold. Collective.
 
     Args:
@@ -97,7 +97,7 @@ def differing_replicas(
                 copies[by_rank[rank][number]].append(rank)
             if len(copies) > 1:
                 found.setdefault(tuple(map(tuple, copies.values())), parameter)
-    return [ReplicaDifference(parameter, copies) for copies, parameter in found.items()]
+    return [CopyDifference(parameter, copies) for copies, parameter in found.items()]
 
 
 def _own_digests(
@@ -125,8 +125,8 @@ def _unequal(by_rank: Sequence[Mapping[Ranks, bytes]]) -> list[Ranks]:
     return [ranks for ranks in holders if len({by_rank[rank].get(ranks) for rank in ranks}) > 1]
 
 
-def check_replicas(
-    differences: Sequence[ReplicaDifference],
+def check_copies(
+    differences: Sequence[CopyDifference],
     readers: Sequence[tuple[object, int]],
     all_ranks: AllRanks,
     holder: Holder,
@@ -143,7 +143,7 @@ def check_replicas(
         holder: which of a shard's holders an engine rank reads from.
 
     Raises:
-        ReplicasDiffer: on all ranks, with the parameter's name and the ranks.
+        CopiesDiffer: on all ranks, with the parameter's name and the ranks.
     """
     if not differences:
         return
@@ -163,7 +163,7 @@ def check_replicas(
         "actor_rollout_ref.actor.fsdp_config.fsdp_size=-1, or use strategy=fsdp2."
     )
     if mixed:
-        raise ReplicasDiffer(
+        raise CopiesDiffer(
             "weight sync refused: the TP ranks of one engine would hold parts of different models, "
             f"also with verl's own weight sync. {cause}"
         )
