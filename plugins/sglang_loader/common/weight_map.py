@@ -90,11 +90,6 @@ class WeightMap:
     buckets: tuple[BucketMap, ...]
     quantized: QuantizedTensors | None = None
 
-    @property
-    def num_tensors(self) -> int:
-        """The number of tensors of a sync."""
-        return sum(len(layout.tensors) for layout in self.layouts)
-
 
 def encode_weight_map(
     shard_nbytes: Sequence[int],

@@ -69,13 +69,6 @@ class CopyTable:
 
     steps: tuple[TableStep, ...]
 
-    @property
-    def scratch_nbytes(self) -> int:
-        """The size of the scratch memory that any step needs."""
-        sizes = [step.rest.nbytes for step in self.steps]
-        sizes += [step.quantized.nbytes for step in self.steps if step.quantized is not None]
-        return max(sizes, default=0)
-
     @classmethod
     def of(cls, plan: LoadPlan, weight_map: WeightMap, limit: int) -> CopyTable:
         """Join a load plan with the map of the same buckets.

@@ -119,15 +119,15 @@ class PlanExecutor:
         # Three stages, each kept until what it was made of changes: the table of the map, its
         # division by wire, and the launches at these addresses. Most syncs repeat only launches.
         # `round_bytes` counts without rounds, too: as the limit of what is quantised in a step.
-        weight_map, wires = shards.weight_map, (shards.senders, num_ranks, round_bytes)
+        weight_map, division = shards.weight_map, (shards.senders, num_ranks, round_bytes)
         wired_for, steps = self._wired.get(weight_map, (None, []))
-        if wired_for != wires:
+        if wired_for != division:
             limit, table = self._tables.get(weight_map, (0, None))
             if table is None or limit != round_bytes:
                 table = CopyTable.of(self._plan, weight_map, round_bytes)
                 self._tables[weight_map] = round_bytes, table
-            steps = [_Step.of(step) for step in wired_steps(table, *wires)]
-            self._wired[weight_map] = wires, steps
+            steps = [_Step.of(step) for step in wired_steps(table, *division)]
+            self._wired[weight_map] = division, steps
         nbytes = max((step.scratch_nbytes for step in steps), default=0)
         scratch = self._scratch_on(shards.device, nbytes)
         # Scratch memory that was freed may return at another address.

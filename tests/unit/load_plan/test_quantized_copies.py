@@ -180,7 +180,6 @@ def test_a_step_quantises_as_much_as_its_limit():
         assert len(parts) == num
         sizes = [sum(m.rows * m.columns * 2 for m in part.matrices) for part in parts]
         assert sum(sizes) == 5 * row and max(sizes) <= max(limit, row)
-        assert table.scratch_nbytes == max(part.nbytes for part in parts)
 
 
 def test_a_table_without_one_matrix_is_noticed():
