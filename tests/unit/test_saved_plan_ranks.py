@@ -157,6 +157,16 @@ def test_a_saved_plan_without_a_tensor_is_found(pool, tmp_path):
         assert LEFT_OUT in after["off"] or "held" in after["off"]
 
 
+def test_unchanged_weights_prove_no_saved_plan(pool, tmp_path):
+    """Two syncs of the same weights, as with a warm-up that begins at a learning rate of 0."""
+    lives = PartialModel, EngineModel
+    play = partial(_play_restarted, steps=("sync", "sync", "sync", "step", "sync"))
+    for _, (after, _) in pool.run(play, str(tmp_path / "plans"), "pull", lives):
+        assert after["errors"] == [] and not any(after["wrong"])
+        assert after["routes"] == ["export", "pull", "pull", "pull"]
+        assert after["proven"] == [True, True, True, False] and after["state"] == "OFF"
+
+
 def test_a_replayed_export_proves_no_saved_plan(pool, tmp_path):
     """The second sync, with the weights that would show it, is exported, as parameters are new."""
     lives = PartialModel, EngineModel

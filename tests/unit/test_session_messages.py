@@ -52,7 +52,7 @@ FROM_ENGINE = [
         has_plan=True,
         saved_plan_misfits=False,
         differing=["w"],
-        needs_later_proof=True,
+        later_proof="later",
         host="this one",
         seconds={"waiting": 0.5, "launching": 0.25},
     ),

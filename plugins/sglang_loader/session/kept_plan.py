@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import torch
+
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.host_backup.backup import backup_of
 from sglang_loader.load_plan.destinations import collect_destinations
@@ -71,11 +73,14 @@ class KeptPlan:
     Attributes:
         checked: the plan by which later syncs are loaded, or None.
         uses: the uses of the tensors of each bucket, by index. Complete if there is a plan.
+        proven_with: digests of the weights with which a saved plan was proven, until a proof with
+            other weights.
     """
 
     def __init__(self, model: Any, load_weights: LoadWeights) -> None:
         self.checked: CheckedPlan | None = None
         self.uses: dict[int, BucketUses] = {}
+        self.proven_with: torch.Tensor | None = None
         self._model = model
         self._load_weights = load_weights
         self._context: Mapping[str, object] = {}
@@ -153,7 +158,7 @@ class KeptPlan:
             with_uses: the uses of the tensors may have changed, too.
         """
         self.log(reason)
-        self.checked = None
+        self.checked = self.proven_with = None
         if with_uses:
             self.uses = {}
         if self.is_unproven:

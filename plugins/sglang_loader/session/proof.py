@@ -29,7 +29,7 @@ import torch
 
 from sglang_loader.common.digest import digests_on_host
 from sglang_loader.common.naming import listed
-from sglang_loader.common.session.messages import Proof
+from sglang_loader.common.session.messages import LaterProof, Proof
 from sglang_loader.load_plan.destinations import (
     Destinations,
     collect_destinations,
@@ -120,12 +120,12 @@ class SessionProof:
 
     Attributes:
         differing: tensors that were held with other bytes than the session has brought.
-        needs_another: a later proof, with other weights, would show more.
+        later_proof: the need for another proof, with other weights.
     """
 
     def __init__(self, kind: Proof, loaders: Sequence[ModelLoader]) -> None:
         self.differing: list[str] = []
-        self.needs_another = False
+        self.later_proof: LaterProof = "none"
         self._proves_route = kind == "route"
         self._loaders = loaders
         self._held: HeldWeights | None = None
@@ -156,14 +156,15 @@ class SessionProof:
         pairs = zip(self._loaders, self._plans, strict=True)
         if self._proves_route and any(loader.plan is not plan for loader, plan in pairs):
             raise RuntimeError("the engine dropped its load plan in the proof")
-        self.differing, self.needs_another = self._held.differing(), self._held.has_alike
-        self._held = None
+        held, self._held = self._held, None
+        self.differing = held.differing()
         is_saved = any(loader.kept.is_unproven for loader in self._loaders)
         if not self.differing:
-            # What a saved plan leaves out has the right bytes until the weights change.
-            self.needs_another |= is_saved
             if self._proves_route:
-                self._trust_plans()
+                self._trust_plans(held.held)
+            self.later_proof = "later" if held.has_alike else "none"
+            if is_saved or self._awaits_change(held.held):
+                self.later_proof = "next_sync"
             return
         text = f"{len(self.differing)} tensors with wrong bytes"
         culprits = f"left by the load plan or by the route: {listed(self.differing)}"
@@ -180,11 +181,27 @@ class SessionProof:
             f"{listed(self.differing)}"
         )
 
-    def _trust_plans(self) -> None:
-        for loader in self._loaders:
+    def _trust_plans(self, held: Sequence[torch.Tensor]) -> None:
+        for loader, digests in zip(self._loaders, held, strict=True):
             if loader.kept.is_unproven:
                 self._trusted_here.append(loader)
+                loader.kept.proven_with = digests
             loader.kept.trust()
+
+    def _awaits_change(self, held: Sequence[torch.Tensor]) -> bool:
+        """Return True if a saved plan was proven with these weights alone.
+
+        What the plan leaves out has the right bytes until the weights change, as they do not in a
+        warm-up that begins with a learning rate of 0.
+        """
+        awaits = False
+        for loader, digests in zip(self._loaders, held, strict=True):
+            proven_with = loader.kept.proven_with
+            if proven_with is not None and torch.equal(proven_with, digests):
+                awaits = True
+            else:
+                loader.kept.proven_with = None
+        return awaits
 
     def undo(self) -> None:
         """Drop the saved plans that this session has proven: another TP rank has failed."""

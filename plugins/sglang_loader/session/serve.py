@@ -177,7 +177,7 @@ class Session:
                 messages.Loaded,
                 **asdict(self._outcome),
                 differing=list(self.differing),
-                needs_later_proof=self._proof is not None and self._proof.needs_another,
+                later_proof=self._proof.later_proof if self._proof is not None else "none",
                 host=host_id(),
                 seconds=dict(self._seconds),
             )

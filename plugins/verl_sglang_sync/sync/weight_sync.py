@@ -31,7 +31,7 @@ import torch
 from sglang_loader.common.garbage_collection import no_full_collections
 from sglang_loader.common.naming import listed
 from sglang_loader.common.ranks import Interrupted, Reason, drop_frames
-from sglang_loader.common.session.messages import Loaded, Proof
+from sglang_loader.common.session.messages import LaterProof, Loaded, Proof
 from verl_sglang_sync.engine.engine_ranks import OpeningRequest
 from verl_sglang_sync.engine.update_groups import Replica
 from verl_sglang_sync.report import SyncReport, warn_once
@@ -66,6 +66,12 @@ CANNOT_PROVE = (
 )
 
 
+PROVES_AGAIN = (
+    "weight sync: the engine's load plan is of an earlier run, and the weights have not changed "
+    "since its first proof. Each sync is proven by a full export, and takes longer, until they do"
+)
+
+
 @dataclass
 class SyncPass:
     """One pass of a sync: one session with each engine rank, its orders and its outcome.
@@ -81,7 +87,7 @@ class SyncPass:
         by_route: the route brought the weights, not the export.
         wants_proof: an engine's user has asked for a proof of this sync, which can be made.
         differing: tensors that engines held with other bytes than an export that proves has.
-        needs_later_proof: a later proof would show more, see `messages.Loaded`.
+        later_proof: the need for another proof, of all engine ranks. See `messages.LaterProof`.
     """
 
     task: SyncTask
@@ -92,7 +98,7 @@ class SyncPass:
     by_route: bool = field(default=False, init=False)
     wants_proof: bool = field(default=False, init=False)
     differing: list[str] = field(default_factory=list, init=False)
-    needs_later_proof: bool = field(default=False, init=False)
+    later_proof: LaterProof = field(default="none", init=False)
 
     @property
     def may_be_followed(self) -> bool:
@@ -274,12 +280,12 @@ class WeightSync:
         if not sync_pass.by_route:
             # The parameters could not be located, so the export came once more, by the load plan.
             # The weights are proven. What a saved load plan leaves out shows in the next sync.
-            self._next_proof = self._num_syncs + 2 if sync_pass.needs_later_proof else None
+            self._next_proof = self._num_syncs + 2 if sync_pass.later_proof != "none" else None
             return True
         route.note_proven()
         task.report.is_proven = True
         self._proof_distance = 1  # what is known of alike tensors was known of another route
-        self._schedule_proof(sync_pass.needs_later_proof)
+        self._schedule_proof(sync_pass.later_proof)
         return True
 
     def _prove_served(self, task: SyncTask) -> None:
@@ -305,8 +311,10 @@ class WeightSync:
         task.report.is_proven = not sync_pass.differing
         is_early = self._next_proof is not None and self._num_syncs + 1 < self._next_proof
         # A proof that is asked for does not put off one that alike tensors need.
-        if not (is_early and sync_pass.needs_later_proof):
-            self._schedule_proof(sync_pass.needs_later_proof)
+        if not (is_early and sync_pass.later_proof == "later"):
+            self._schedule_proof(sync_pass.later_proof)
+        if sync_pass.later_proof == "next_sync":
+            warn_once(PROVES_AGAIN)
         if not sync_pass.differing:
             logger.info("weight sync: proven: the engines serve the trainer's weights bit for bit")
             return
@@ -317,14 +325,16 @@ class WeightSync:
         self._route.refuse(Reason(text, is_final=True))
         logger.error("weight sync: %s. The engines have the right weights now, by export.", text)
 
-    def _schedule_proof(self, needs_later_proof: bool) -> None:
+    def _schedule_proof(self, later_proof: LaterProof) -> None:
         """Schedule the next proof, after a good one.
 
         Args:
-            needs_later_proof: the proof could not show everything, see `messages.Loaded`.
+            later_proof: what the proof could not show, see `messages.LaterProof`.
         """
         self._next_proof = None
-        if needs_later_proof and self._route.is_prepared:
+        if later_proof == "next_sync":
+            self._next_proof = self._num_syncs + 2
+        elif later_proof == "later" and self._route.is_prepared:
             self._next_proof = self._num_syncs + 1 + self._proof_distance
             self._proof_distance *= PROOF_FACTOR
 
@@ -451,10 +461,12 @@ class WeightSync:
 
     def _note_compared(self, sync_pass: SyncPass, loaded: Sequence[Loaded]) -> None:
         """Collect what the proof found on all engine ranks."""
-        own = [(each.differing, each.needs_later_proof) for each in loaded]
+        own = [(each.differing, each.later_proof) for each in loaded]
         found = list(chain.from_iterable(self._ranks.gather(own)))
         sync_pass.differing = list(dict.fromkeys(name for names, _ in found for name in names))
-        sync_pass.needs_later_proof = any(needs_it for _, needs_it in found)
+        needs: tuple[LaterProof, ...] = ("next_sync", "later")
+        wanted = {later_proof for _, later_proof in found}
+        sync_pass.later_proof = next((need for need in needs if need in wanted), "none")
 
     def _record_loaded(self, loaded: Sequence[Loaded], report: SyncReport) -> None:
         if loaded:

@@ -66,7 +66,7 @@ import msgspec
 from sglang_loader.common.regions.read import Size
 from sglang_loader.common.shared_memory import BufferHandle
 
-SESSION_VERSION = 22
+SESSION_VERSION = 23
 SESSION_FORMAT = "sglang_loader.session"
 """`load_format` of the request that opens a session. The request has a descriptor for each TP rank.
 """
@@ -83,6 +83,14 @@ Proof = Literal["none", "route", "served"]
 "route": the session brings the weights that the engine holds, by the route that is to be proven,
 and the engine refuses other bytes. "served": the session brings a full export through
 `load_weights`, and the engine reports the tensors that it held with other bytes.
+"""
+
+LaterProof = Literal["none", "later", "next_sync"]
+"""The need for another proof, with other weights, that would show more.
+
+"later": storages hold the same bytes as others, so that a swap of the two is not seen. "next_sync":
+the load plan is one that an earlier process has saved, and the proof cannot show what the plan
+leaves out.
 """
 
 ManifestCheck = Literal["error", "off"]
@@ -321,9 +329,7 @@ class Loaded(_Message, frozen=True, kw_only=True):
             is traced.
         differing: in a session with proof "served", the tensors that this rank held with other
             bytes than the export has.
-        needs_later_proof: in a session with a proof, True if another proof, with other weights,
-            would show more. Storages hold the same bytes as others, so that a swap of the two is
-            not seen. Or the load plan is one that an earlier process has saved.
+        later_proof: in a session with a proof, the need for another.
         host: the same in processes that may be able to map each other's memory.
         seconds: the engine rank's time in the session: "waiting" for the trainer, "launching"
             (Python code and eager loads), "copying" (waiting for the device), "proving" (taking
@@ -336,7 +342,7 @@ class Loaded(_Message, frozen=True, kw_only=True):
     has_plan: bool
     saved_plan_misfits: bool
     differing: list[str]
-    needs_later_proof: bool
+    later_proof: LaterProof
     host: str
     seconds: dict[str, float]
 
