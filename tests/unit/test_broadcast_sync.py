@@ -236,8 +236,8 @@ def test_a_bad_reply_ends_the_group_at_once(groups, monkeypatch):
     """Not when the garbage collector comes: engines that leave a gloo group wait for its end."""
     sync = weight_sync(groups)
     sync(weights())
-    group = weakref.ref(groups.with_replicas(groups.replicas).process_group)
-    submit = groups.engines[1].submit
+    formed = [weakref.ref(groups.with_replicas(groups.replicas).process_group)]
+    submit, form = groups.engines[1].submit, groups._form
 
     def lost(call):
         submit(call)
@@ -245,13 +245,20 @@ def test_a_bad_reply_ends_the_group_at_once(groups, monkeypatch):
         reply.set_exception(ConnectionError("the connection broke"))
         return reply
 
+    def watched(replicas):
+        assert formed[-1]() is None, "before the next is formed"
+        group = form(replicas)
+        formed.append(weakref.ref(group.process_group))
+        return group
+
+    monkeypatch.setattr(groups, "_form", watched)
     monkeypatch.setattr(groups.engines[1], "submit", lost)
     gc.disable()
     try:
         with contextlib.suppress(WeightSyncError):
             sync(weights())
         assert groups.num_abandoned == 2, "it is tried twice"
-        assert group() is None
+        assert [group() for group in formed] == [None, None]
     finally:
         gc.enable()
 

@@ -113,7 +113,7 @@ class RemoteEngines:
     def __post_init__(self) -> None:
         remove_orphans()  # as a session's trainer does when it makes a folder of its own
         self._known_ranks: Sequence[KnownEngineRank] = ()
-        self._group: UpdateGroup | None = None  # of this sync, on the first trainer rank
+        self._group: UpdateGroup | None = None  # of the last sync, on the first trainer rank
         self._sending: UpdateGroup | None = None  # of the last sync in which all ranks might send
         self._known_group = ""  # name of the group of these engine ranks
         # By server and TP rank. An engine that was started anew says that it maps nothing.
@@ -126,9 +126,10 @@ class RemoteEngines:
     ) -> None:
         """Make all sessions, once the groups are formed that the last sync has not left."""
         group, senders = None, ""
+        # A group whose replicas have changed ends before another is formed: engines wait for that.
+        self._group = None
         if self._groups is not None:
-            group = self._group_of(self._groups, task.replicas)
-        self._group = group
+            self._group = group = self._group_of(self._groups, task.replicas)
         if self.route is not None and self.route.is_prepared and self.route.sends:
             self._sending = self._sending_group_of(group)
             senders = self._sending.name
@@ -232,5 +233,6 @@ class RemoteEngines:
 
     def abandon(self) -> None:
         """Leave all groups: a collective may be outstanding in them."""
+        self._group = None  # the group ends with its last reference
         for groups in filter(None, (self._senders, self._groups)):
             groups.abandon()
