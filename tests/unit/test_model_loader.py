@@ -384,3 +384,13 @@ def test_a_failed_table_replay_is_repeated_eagerly(model, loader):
         outcome = by_table(loader, 4.0, 2)
     assert outcome.num_replayed == 0 and "no copy table" in outcome.reason
     check_loaded(model, 4.0)
+
+
+def test_what_a_failed_sync_recorded_is_dropped():
+    loader = loader_of(Model())
+    loader.start(CONTEXT)
+    for index, layout in enumerate(layouts_of()):
+        loader.load(index, layout, BucketSource.flat(bucket_of(layout, 1.0)))
+    assert loader._recorder._buckets
+    loader.start(CONTEXT, uses_plan=False)
+    assert not loader._recorder._buckets

@@ -121,6 +121,8 @@ class ModelLoader:
             keeps_plans: if True, load plans are saved for later processes, and theirs are used.
         """
         self.uses, self._saved, self._failed_replay, self._table_run = [], None, None, None
+        if self._has_recorded:  # by a sync that has failed
+            self._recorder.restart()
         self._has_recorded = self._addresses_checked = False
         self._num_replayed = 0
         distrusted = self.kept.distrust_reason
