@@ -9,7 +9,7 @@ import torch
 
 from sglang_loader.common.session.messages import SessionError
 from unit.failed_replies import BAD, LOST, FailsReplies, failed_request
-from unit.serving_engine import ServingEngine, colocated, synced
+from unit.serving_engine import ByName, ServingEngine, colocated, synced
 from unit.test_session_commit import SETTINGS
 from verl_sglang_sync import WeightSyncError
 from verl_sglang_sync.engine.engine_ranks import EngineRank, KnownEngineRank
@@ -133,6 +133,18 @@ def test_a_lost_ranks_stage_is_named_once():
     with pytest.raises(RankLost) as lost:
         synced(weight_sync, [("first", torch.ones(60))])
     assert str(lost.value).count("It happened in stage") == 1
+
+
+def test_a_rank_lost_between_sessions_has_its_stage(monkeypatch):
+    weights = [("first", torch.arange(60.0))]
+    engine = ServingEngine()
+    engine.models = [ByName(weights)]
+    keys = {"bucket_bytes": 256, "manifest_check": "off", "request_timeout_s": 10}
+    weight_sync = colocated(engine, "compiled", prove_every_n_syncs=1, **keys)
+    lost = Mock(side_effect=RankLost("rank 2 did not answer"))
+    monkeypatch.setattr(weight_sync._route, "check_copies", lost)
+    with pytest.raises(RankLost, match="It happened in stage prove of the sync"):
+        synced(weight_sync, weights)
 
 
 def test_nobody_is_asked_once_a_rank_is_lost():

@@ -46,6 +46,7 @@ JOIN_TIMEOUT_S = 120.0
 GIVE_UP_S = 5.0
 """Longest wait of a failed sync for the replies, so that engines are done when ranks leave."""
 MAY_BE_INCOMPLETE = "the engine's weights may be incomplete"
+HAPPENED_IN = "It happened in stage"
 MAY_SERVE = "the engine may serve the new weights already"
 
 
@@ -327,10 +328,12 @@ class Sessions:
             shared = failed
         # With a rank gone nothing can be agreed on any more.
         if isinstance(shared, RankLost):
+            if HAPPENED_IN in str(shared):  # this error has ended a session, and comes here again
+                raise shared
             self._abort(str(shared))
             served = MAY_SERVE if self.may_be_served else ""
             stage = self.report.failed_stage
-            where = f"It happened in stage {stage} of the sync." if stage else ""
+            where = f"{HAPPENED_IN} {stage} of the sync." if stage else ""
             lost = RankLost("\n".join(filter(None, (str(shared), where, served, own))))
             raise lost from shared.__cause__
         lost_servers, problem = attempt(partial(self._abort, str(shared)))

@@ -169,7 +169,7 @@ class WeightSync:
                     # No rank may fail after the others have left: it would wait for them.
                     # Closing the sessions can fail on one rank alone, after `wait_for_replies`.
                     self._ranks.check()
-                except (SyncFailed, Interrupted, RankLost, CopiesDiffer):
+                except (SyncFailed, Interrupted, CopiesDiffer):
                     raise  # all ranks have this error already
                 except BaseException as error:  # outside of a session
                     Sessions(self._ranks, self._settings, report).fail(error, can_repeat=False)
