@@ -194,7 +194,7 @@ class StageReplyMiddleware(BaseHTTPMiddleware):
     """A middleware that puts the costs into replies to releases and resumes.
 
     SGLang's endpoints answer `null`. The hook stores the costs in the request's scope. The costs
-    become the body: `{"stages": {"weights": {"seconds": [...]}}}`, see `stage_costs`. Without costs
+    become the body: `{"stages": {"weights": {"seconds": [...]}}}`, see `replies`. Without costs
     the reply stays as it is.
     """
 

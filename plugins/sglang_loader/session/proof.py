@@ -167,7 +167,7 @@ class SessionProof:
                 self.later_proof = "next_sync"
             return
         text = f"{len(self.differing)} tensors with wrong bytes"
-        culprits = f"left by the load plan or by the route: {listed(self.differing)}"
+        culprits = f"left by the route or by the load plan: {listed(self.differing)}"
         if not self._proves_route:
             for loader in self._loaders:
                 loader.kept.distrust(f"a proof found {text}, {culprits}")

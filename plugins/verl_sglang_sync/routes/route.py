@@ -11,7 +11,7 @@ is collective:
     route.choose(export, ...)       after the request to the engines to join   all
     route.wants_comparison(export)  if the route has no source                 all
     source.start()                  while the engines join                     export
-    source.send(sessions, ...)      after all engines have joined              export, rounds
+    source.send(sessions)           after all engines have joined              export, rounds
     source.confirm()                after that. If it raises an error, no      none
                                     engine serves the weights
     source.drain()                  after `confirm`, and after any failure     export, rounds
