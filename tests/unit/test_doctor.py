@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import subprocess
 from collections import namedtuple
 from functools import partial
 
@@ -137,7 +138,7 @@ def test_a_hook_is_ours_by_its_module(monkeypatch):
 
 
 def test_every_gpu_reads_every_gpu(monkeypatch):
-    """Shared memory of the CPU stands in for that of two GPUs. The last GPU's is gone."""
+    """Shared memory of the CPU stands in for that of two GPUs. Each reads its own first."""
     memory = torch.arange(hardware.IPC_BYTES).to(torch.uint8)
     memory.share_memory_()
     handle = shared_memory.share_storage(memory.untyped_storage())
@@ -146,10 +147,22 @@ def test_every_gpu_reads_every_gpu(monkeypatch):
     monkeypatch.setattr(torch, "arange", lambda *_, device: memory)
     monkeypatch.setattr(shared_memory, "share_storage", lambda _: handles.pop(0))
     failed = hardware.failed_reads(2)
-    assert list(failed) == [(1, 0), (1, 1)]
+    assert list(failed) == [(1, 0), (0, 1)]
     assert all("cannot be mapped" in error for error in failed.values())
     (error,) = hardware.read_errors([handle], [1])
     assert error == f"read {int(memory.sum())}, expected 1"
+
+
+def test_a_reader_that_fails_names_all_its_reads(monkeypatch):
+    def fail(*_):
+        raise subprocess.CalledProcessError(1, "python", stderr="...\nRuntimeError: no CUDA")
+
+    memory = torch.zeros(8, dtype=torch.uint8).share_memory_()
+    monkeypatch.setattr(torch, "arange", lambda *_, device: memory)
+    monkeypatch.setattr(hardware, "run_probe", fail)
+    failed = hardware.failed_reads(2)
+    assert set(failed) == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    assert set(failed.values()) == {"RuntimeError: no CUDA"}
 
 
 @pytest.fixture
@@ -177,7 +190,7 @@ def test_a_probe_gets_the_environment_and_may_print(probe):
     [
         ("raise ImportError('broken on purpose')", "ImportError: broken on purpose"),
         ("return lambda: 0", "AttributeError: Can't pickle local object"),
-        ("import os, time; os.write(2, b'x'); time.sleep(60)", "timed out after 2"),
+        ("import os, time; os.write(2, b'x'); time.sleep(60)", "no answer within 2 s"),
         ("import os; os._exit(3)", "exit status 3"),
         ("import os; os._exit(0)", "IndexError"),
     ],

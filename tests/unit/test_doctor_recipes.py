@@ -44,7 +44,7 @@ class TestRecipe:
             ),
             (
                 (*COMPILED, f"{SECTION}.routes=[pull]", "trainer.nnodes=2"),
-                "Every sync makes the full export (no pull: routes=['pull'])",
+                "Every sync makes the full export (no pull: trainer.nnodes=2, routes=['pull'])",
             ),
             (
                 (*COMPILED, f"{SECTION}.routes=[]"),
@@ -65,6 +65,8 @@ class TestRecipe:
             ((*presets.USUAL, "+weight_sync=bucketed"), "full export (no pull: mode=flattened)"),
             ((*DISAGGREGATED, f"{SECTION}.mode=flattened"), "Nothing sleeps"),
             (DISAGGREGATED, f"{PULL}, and exchange shards between nodes. Nothing sleeps"),
+            ((*DISAGGREGATED, f"{SECTION}.routes=[pull]"), f"{PULL}. Nothing sleeps"),
+            ((*COMPILED, f"{SECTION}.report_file='/logs/${{now:%Y}}.jsonl'"), PULL),
         ],
     )
     def test_what_it_does_follows_from_the_config(self, overrides, said):
@@ -141,11 +143,13 @@ class TestRecipe:
             (["--config-name=no_such"], "Cannot find primary config 'no_such'"),
             (["--config-dir=/no/such"], "--config-dir=/no/such: there is no such folder"),
             (["--config-path=/no/such"], "/no/such"),
-            (["--confg-name=x"], "main_ppo refuses ['--confg-name=x']"),
+            (["--confg-name=x"], "main_ppo refuses: unrecognized arguments: --confg-name=x"),
+            (["--conf=x"], "ambiguous option: --conf=x"),
+            (["--experimental-rerun", "x"], "--experimental-rerun: allowed"),
             (["--config-name"], "--config-name/-cn: expected one argument"),
             (
                 ["trainer.nnodes=1", "--config-name=ppo_trainer", "trainer.nnodes=2"],
-                "refuses ['trainer.nnodes=2']: options stand before or after",
+                "unrecognized arguments: trainer.nnodes=2. Options stand before or after",
             ),
             (["--multirun", "trainer.nnodes=1,2"], "Ambiguous value"),
         ],

@@ -39,11 +39,17 @@ def guarded(name: str, check: Callable[..., Iterable[Check]], *arguments: Any) -
     try:
         return list(check(*arguments))
     except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-        if isinstance(error, subprocess.CalledProcessError) and error.stderr.strip():
-            text = error.stderr[-STDERR_CHARS:]  # a probe's own error
-        reason = text.strip().splitlines()[-1]
-        return [Check(name, FAIL, f"could not be checked: {reason}", text)]
+        text = error_text(error)
+        return [Check(name, FAIL, f"could not be checked: {text.splitlines()[-1]}", text)]
+
+
+def error_text(error: Exception) -> str:
+    """Return an error as text. The error of a probe is the end of what its process has printed."""
+    if isinstance(error, subprocess.TimeoutExpired):
+        return f"no answer within {error.timeout:g} s"
+    if isinstance(error, subprocess.CalledProcessError) and error.stderr.strip():
+        return str(error.stderr).strip()[-STDERR_CHARS:]
+    return f"{type(error).__name__}: {error}".strip()
 
 
 def run_probe(probe: Callable[..., Any], environment: Mapping[str, str], *arguments: Any) -> Any:

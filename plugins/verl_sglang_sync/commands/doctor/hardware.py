@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from verl_sglang_sync.commands.doctor.check import FAIL, OK, WARN, Check, run_probe
+from verl_sglang_sync.commands.doctor.check import FAIL, OK, WARN, Check, error_text, run_probe
 
 IPC_BYTES = 1 << 20
 
@@ -37,9 +37,15 @@ def failed_reads(num_gpus: int) -> dict[tuple[int, int], str]:
     for reader in range(num_gpus):
         # As in an engine, the process sees its own GPU alone. A handle is for one process.
         only = {"CUDA_VISIBLE_DEVICES": visible.split(",")[reader] if visible else str(reader)}
-        handles = [share_storage(tensor.untyped_storage()) for tensor in tensors]
-        errors = run_probe(read_errors, only, handles, sums)
-        failed |= {(owner, reader): error for owner, error in enumerate(errors) if error}
+        # Its own GPU first: an error of CUDA makes all later reads of the process fail.
+        owners = [reader, *(owner for owner in range(num_gpus) if owner != reader)]
+        try:
+            handles = [share_storage(tensors[owner].untyped_storage()) for owner in owners]
+            errors = run_probe(read_errors, only, handles, [sums[owner] for owner in owners])
+        except Exception as error:
+            errors = [error_text(error).splitlines()[-1]] * num_gpus
+        pairs = zip(owners, errors, strict=True)
+        failed |= {(owner, reader): error for owner, error in pairs if error}
     return failed
 
 

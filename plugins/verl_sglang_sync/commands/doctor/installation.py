@@ -70,11 +70,13 @@ def version_checks() -> Iterator[Check]:
     # Beside newer releases of SGLang, verl is installed by `pip --no-deps`, without requirements.
     ours = _requirements(DISTRIBUTION)
     needed = ours | _requirements("verl") | _requirements("sglang")
-    if missing := " ".join(sorted(name for name in needed if installed_version(name) is None)):
-        yield Check("requirements", FAIL, f"not installed: {missing}", f"pip install {missing}")
+    tested = tested_beside(installed_version("sglang"), installed_version("megatron-bridge"))
+    if missing := sorted(name for name in needed if installed_version(name) is None):
+        pinned = [f'"{name}=={tested[name]}"' if name in tested else name for name in missing]
+        advice = f"pip install {' '.join(pinned)}"
+        yield Check("requirements", FAIL, f"not installed: {', '.join(missing)}", advice)
     else:
         yield Check("requirements", OK, "all of verl's, SGLang's and ours are installed")
-    tested = tested_beside(installed_version("sglang"), installed_version("megatron-bridge"))
     for name, wanted in tested.items():
         if (actual := installed_version(name)) is not None:
             yield _version_check(name, wanted, actual, ours.get(name, SpecifierSet()))

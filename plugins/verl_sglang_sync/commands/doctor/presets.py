@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn
 
 from omegaconf import DictConfig, OmegaConf, flag_override
 
@@ -22,18 +23,20 @@ def compose(arguments: Sequence[str]) -> DictConfig:
     from hydra._internal import utils
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from hydra.core.config_search_path import SearchPathQuery
+    from hydra.core.utils import setup_globals
     from hydra.types import RunMode
 
     parser = utils.get_args_parser()
-    parser.exit_on_error = False
-    options, unknown = parser.parse_known_args(list(arguments))
-    if unknown:
-        raise ValueError(f"main_ppo refuses {unknown}: options stand before or after all overrides")
+    parser.error = _refuse  # type: ignore[method-assign]
+    options = parser.parse_args(list(arguments))
+    if options.experimental_rerun:
+        raise ValueError("--experimental-rerun: allowed: the options of a run of its own")
     verl = find_spec("verl")
     if verl is None or verl.origin is None:
         raise ImportError("verl is not installed")
     # `hydra.main` does the same, but reads the arguments of the process.
     version.setbase(None)
+    setup_globals()  # resolvers such as `now`
     main_ppo = str(Path(verl.origin).with_name("trainer") / "main_ppo.py")
     folder = utils.compute_search_path_dir(main_ppo, None, options.config_path or "config")
     search_path = utils.create_config_search_path(folder)
@@ -47,6 +50,10 @@ def compose(arguments: Sequence[str]) -> DictConfig:
     with flag_override(config, ["struct", "readonly"], False):
         del config["hydra"]  # Hydra's own part, which main_ppo does not get
     return config
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ValueError(f"main_ppo refuses: {message}. Options stand before or after all overrides")
 
 
 def recipe_checks(arguments: Sequence[str], num_gpus: int) -> Iterator[Check]:
@@ -89,12 +96,15 @@ def _route(config: DictConfig, settings: WeightSyncConfig, num_gpus: int) -> str
         "megatron.vanilla_mbridge=True": uses_mbridge,
         "LoRA": has_lora,
     }
-    # Without exchange, an engine cannot get shards of another node.
-    is_cut_off = "pull" not in settings.routes or (nnodes > 1 and not may_exchange)
-    obstacles = exported | {f"routes={settings.routes}": is_cut_off, "no GPU here": not num_gpus}
+    obstacles = exported | {
+        f"routes={settings.routes}": "pull" not in settings.routes,
+        f"trainer.nnodes={nnodes}, routes={settings.routes}": nnodes > 1 and not may_exchange,
+        "no GPU here": not num_gpus,
+    }
     reasons = ", ".join(reason for reason, holds in obstacles.items() if holds)
     if not reasons:
-        nodes = ", and exchange shards between nodes" if is_elsewhere or nnodes > 1 else ""
+        has_nodes = may_exchange and (is_elsewhere or nnodes > 1)
+        nodes = ", and exchange shards between nodes" if has_nodes else ""
         return f"Later syncs pull the trainer's parameters{nodes}"
     if may_exchange and not any(exported.values()):
         return f"Later syncs exchange the trainer ranks' shards (no pull: {reasons})"
