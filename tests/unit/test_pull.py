@@ -24,6 +24,7 @@ from sglang_loader.session.mapped_memory import MappedMemory
 from support.settings import settings_of
 from unit import route_ranks
 from unit.route_ranks import TP, Rank
+from verl_sglang_sync.engine.engine_ranks import OpeningRequest
 from verl_sglang_sync.engine.session import EngineCannotMap, EngineFailed, TrainerSession
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.route import Route, RouteContext, RouteState
@@ -43,6 +44,7 @@ from verl_sglang_sync.sources.export_trace import (
     TracedTensor,
 )
 from verl_sglang_sync.sources.owners import Origin, Owners, held_by_all, shards_of_rows
+from verl_sglang_sync.sources.snapshot import SourcesChanged
 from verl_sglang_sync.trainer_ranks import TrainerRanks
 
 CPU = torch.device("cpu")
@@ -64,6 +66,19 @@ class PullRank(Rank):
                 "verl_sglang_sync.routes.table.table_route.host_id", lambda: name_in(trainers)
             ),
         ):
+            self.sync()
+
+    def sync_with_a_lost_request(self):
+        """A sync in which the first replica's first request cannot be sent."""
+        post, lost = OpeningRequest.post, [dist.get_rank() == 0]
+
+        def posted(request, descriptors):
+            if lost[0]:
+                lost[0] = False
+                raise RuntimeError("can't start new thread")
+            post(request, descriptors)
+
+        with mock.patch.object(OpeningRequest, "post", posted):
             self.sync()
 
     def unmap(self):
@@ -262,6 +277,23 @@ def test_a_proof_without_copy_table_proves_nothing(pool):
         assert seen["errors"] == []
         assert seen["proven"][0] is None and seen["routes"] == ["export"] * 2 + ["pull"] * 2
         assert seen["state"] == "PROVEN"
+
+
+def test_a_rank_that_chose_no_way_is_followed(pool):
+    """The other ranks have chosen the route by then, and all make the sync again by the export."""
+    for seen in play(pool, *["sync"] * 3, "step", "sync_with_a_lost_request", "step", "sync"):
+        assert seen["errors"] == [] and seen["recoveries"] == []
+        assert seen["routes"] == ["export", "pull", "pull", "export", "pull"]
+
+
+CONFIRM = "verl_sglang_sync.routes.table.table_source.TableSource.confirm"
+
+
+def test_what_fails_again_is_exported(pool):
+    fails = "sync_failing", None, CONFIRM, SourcesChanged("the export is cut into other buckets")
+    for seen in play(pool, *["sync"] * 3, "step", fails):
+        assert seen["errors"] == []
+        assert seen["routes"] == ["export", "pull", "pull", "export"]
 
 
 def test_a_short_lived_route_is_tried_less_often(pool):

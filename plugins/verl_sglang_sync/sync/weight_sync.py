@@ -76,7 +76,7 @@ PROVES_AGAIN = (
 class SyncPass:
     """One pass of a sync: one session with each engine rank, its orders and its outcome.
 
-    The outcome is equal on all ranks.
+    The outcome of a good pass is equal on all ranks.
 
     Attributes:
         tries_route: the route is taken if it has something to offer, else the export.
@@ -213,32 +213,48 @@ class WeightSync:
     def _bring(self, sync_pass: SyncPass) -> SyncPass:
         """Send new weights by the route if it has them, or by the export.
 
-        A failure before anything was published costs a second pass.
+        A failure before anything was published costs a second pass. If the second one is by the
+        route again, and fails, the third one is by the export.
 
         Returns:
             The pass that succeeded.
         """
-        try:
-            self._once(sync_pass)
-            return sync_pass
-        except SyncFailed as error:
-            if error.may_be_served or not error.can_repeat:
-                raise
-            drop_frames(error)  # they hold the groups and buffers of this pass
-            recovery = Recovery.EXPORT
-            if sync_pass.by_route:
-                recovery = self._route.recover(error.__cause__, sync_pass.task.weights)
-            logger.warning(
-                "weight sync: nothing was published, so the sync is made again %s, which costs "
-                "the seconds of another sync: %s",
-                recovery.value,
-                error,
-            )
-        sync_pass.task.report.restart()
-        # The new pass begins without an outcome: `replace` copies no field without `init`.
-        sync_pass = replace(sync_pass, tries_route=recovery is Recovery.AGAIN)
-        self._once(sync_pass)
-        return sync_pass
+        recovery: Recovery | None = None
+        while True:
+            try:
+                self._once(sync_pass)
+                return sync_pass
+            except SyncFailed as error:
+                is_last = recovery is Recovery.EXPORT
+                if error.may_be_served or not error.can_repeat or is_last:
+                    raise
+                drop_frames(error)  # they hold the groups and buffers of this pass
+                recovery = self._recovery(sync_pass, error.__cause__, is_first=recovery is None)
+                logger.warning(
+                    "weight sync: nothing was published, so the sync is made again %s, which costs "
+                    "the seconds of another sync: %s",
+                    recovery.value,
+                    error,
+                )
+            sync_pass.task.report.restart()
+            # The new pass begins without an outcome: `replace` copies no field without `init`.
+            sync_pass = replace(sync_pass, tries_route=recovery is Recovery.AGAIN)
+
+    def _recovery(
+        self, sync_pass: SyncPass, cause: BaseException | None, *, is_first: bool
+    ) -> Recovery:
+        """Decide how to repeat a failed pass. Collective.
+
+        Args:
+            is_first: no pass of this sync has failed before.
+        """
+        # A rank that failed before its choice has chosen nothing. Then the route is not at fault.
+        if not self._ranks.all(sync_pass.by_route):
+            return Recovery.EXPORT
+        if is_first:
+            return self._route.recover(cause, sync_pass.task.weights)
+        self._route.note_outdated()
+        return Recovery.EXPORT
 
     def _prove_route(self, task: SyncTask, *, due_proof_follows: bool) -> bool:
         """Send the weights that an export has just brought by the route that has learnt from it.
