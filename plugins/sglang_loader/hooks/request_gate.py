@@ -218,7 +218,7 @@ def closing_reason(updater: Any) -> str | None:
 
 
 def note_published(*, is_last: bool = True) -> None:
-    """Record that this rank's weights are not random any more.
+    """Record that this rank's weights are not random, and if another session follows.
 
     Args:
         is_last: if False, another session of the same sync follows, and no request may run before

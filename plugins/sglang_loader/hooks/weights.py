@@ -10,7 +10,8 @@ fails with rank and traceback.
 `load` receives the whole sync. When all ranks have loaded and judged the sync, `await_commit` waits
 for the trainer's Commit. An exception in either ends neither the process nor the other ranks.
 Requests are served again when all ranks agree on three facts: the sync is complete, fits the model,
-and was committed.
+and was committed. With `manifest_check` off, the ranks judge a sync only if a failed sync may have
+left a gap.
 """
 
 from __future__ import annotations

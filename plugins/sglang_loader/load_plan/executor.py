@@ -7,7 +7,7 @@ The executor launches work and never waits.
     executor = PlanExecutor(plan, model.load_weights)
     executor.replay(0, BucketSource.flat(staging))   # one bucket; on the current stream
     run = executor.table_run(shards, num_ranks, round_bytes)   # a whole sync by the copy table
-    run.begin()                                      # all that needs no round
+    run.begin()                                      # the steps before the first round
     run.load_round(buffer)                           # for each of `run.rounds`, if there are any
 
 Copies are computed once per `BucketMap` or `WeightMap`, and bound to addresses once per

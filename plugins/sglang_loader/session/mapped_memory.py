@@ -27,10 +27,12 @@ from sglang_loader.common.weight_map import (
 class MappedMemory:
     """Buffers of the trainer that this process maps, from which it reads buckets or shards.
 
-    An object serves one session after the other. `begin_session` comes first, `release` last. A
-    buffer is mapped by name. At the end of a session the buffer is unmapped, unless the trainer
-    asked to keep it mapped. `GroupReceiver` has the same methods: a session begins up to
-    `max_unread` buckets before it has read them, and reads the buckets in order.
+    An object serves one session after the other. A session calls `begin_session` first, and
+    `release` last. Buffers are mapped by name. `release` unmaps each buffer that the trainer did
+    not ask to keep.
+
+    A session uses a `GroupReceiver` in the same way. A session reads its loads in order. At most
+    `max_unread` loads are begun and not yet read to the end.
     """
 
     max_unread = sys.maxsize  # the trainer counts its buffers

@@ -231,7 +231,7 @@ class ModelLoader:
         return ()
 
     def load_shards(self, shards: ShardMemory) -> bool:
-        """Load all that needs no round, asynchronously on a GPU.
+        """Load what comes before the first round, asynchronously on a GPU.
 
         Without a load plan, `load_weights` loads one bucket after the other.
 

@@ -1,8 +1,9 @@
 """Recording of a model's load plan while `load_weights` loads a sync, bucket by bucket.
 
-New buckets are traced even if no plan is wanted or possible, unless a saved plan is tried. The uses
-of their tensors show whether the tensors fit the model. A bucket of layers that are like traced
-ones need not be traced: its plan is inferred (`load_plan.layer_templates`), and checked as any.
+New buckets are traced even if no plan is wanted or possible. The uses of their tensors show whether
+the tensors fit the model. If a saved plan is tried, the uses of its buckets are saved with it, and
+only other buckets are traced. A bucket of layers that are like traced ones need not be traced: its
+plan is inferred (`load_plan.layer_templates`), and checked as any.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class EngineFailed(RuntimeError):
 
 
 class EngineCannotMap(EngineFailed):
-    """An engine that cannot map the trainer's memory, and has read nothing."""
+    """An engine that cannot map the trainer's memory. It may have read earlier loads."""
 
 
 class ProofFailed(EngineFailed):
@@ -154,7 +154,8 @@ class TrainerSession:
             hosts, which must drop them.
         num_loads: number of loads that were requested: buckets, or mapped shards and rounds.
         num_done: number of loads that the engine has done, as of the last `poll`.
-        num_receiving: number of loads that it has begun to receive, or maps, likewise.
+        num_receiving: number of loads that the engine has begun to receive, as of the last `poll`.
+            Mapped shards count as one. Mapped buckets and mapped rounds do not count.
         rounds: the engine's Rounds, or None before they have come.
         loaded: the engine's Loaded, or None before it has come.
     """
@@ -326,7 +327,8 @@ class TrainerSession:
             round_bytes=round_bytes,
             rounds=rounds,
         )
-        # The engine sends no Receiving for mapped memory.
+        # The engine sends no Receiving for load 0, the mapped shards. The first Receiving of a
+        # round is that of load 1.
         self.num_loads = self.num_receiving = 1
 
     def load_round(self, *, slot: int = 0, receives: Sequence[int] = ()) -> None:

@@ -14,7 +14,9 @@ is collective:
     source.send(sessions)           after all engines have joined              export, rounds
     source.confirm()                after that. If it raises an error, no      none
                                     engine serves the weights
-    source.drain()                  after `confirm`, and after any failure     export, rounds
+    source.drain()                  after `confirm`, or after a failure        export, rounds
+                                    between `start` and `confirm`, unless a
+                                    rank is lost
     route.prepare_to_learn(export)  if exported, while the engines load        none
     route.learn(export)             if exported, after all engines have loaded     all
     source.end()                    when the engines serve the new weights     none
@@ -187,7 +189,8 @@ class Route:
     Attributes:
         fallback_text: the consequence for a sync if the route cannot be used, for the log.
         state: the state of the route, see the top of this module.
-        reason: the reason why the last exported sync has not prepared the route, or None.
+        reason: the last reason why the route could not be prepared, or was refused. None after a
+            good `learn`, and if the next exported sync is sure to be without the obstacle.
     """
 
     fallback_text: ClassVar[str]

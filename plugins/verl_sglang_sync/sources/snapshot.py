@@ -99,13 +99,14 @@ class SourcesSnapshot:
         """
         if (changed := self._first_change(tensors)) is not None:
             which = "what or where" if self._with_addresses else "what"
-            raise SourcesChanged(f"{changed} is not {which} it was when the export was traced")
+            raise SourcesChanged(f"{changed} is not {which} it was when it was last recorded")
 
     def hold(self) -> list[torch.UntypedStorage]:
-        """Return the storages of a snapshot with addresses. Their memory stays as they live.
+        """Return the storages of a snapshot. The caller keeps their memory by holding the storages.
 
-        The trainer is not asked for its tensors, which takes milliseconds: whether these are still
-        the ones of the snapshot is not known.
+        A snapshot without addresses returns none. To ask the trainer for its present tensors takes
+        milliseconds, so this method does not. The trainer may have replaced a tensor since the
+        snapshot, and `require_unchanged` finds that.
 
         Raises:
             SourcesChanged: the memory of a tensor was freed.
@@ -116,7 +117,7 @@ class SourcesSnapshot:
             storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
             # torch returns None if nothing keeps the storage any more.
             if storage is None:
-                raise SourcesChanged(f"{name} is not where it was when the export was traced")
+                raise SourcesChanged(f"{name} is not where it was when it was last recorded")
             held.append(storage)
         return held
 

@@ -124,7 +124,7 @@ class RemoteEngines:
     def open(
         self, stack: ExitStack, engine_ranks: list[EngineRank], task: SyncTask, proof: Proof
     ) -> None:
-        """Make all sessions, once the groups are formed that the last sync has not left."""
+        """Make all sessions. Before that, make the process groups that do not exist yet."""
         group, senders = None, ""
         # A group whose replicas have changed ends before another is formed: engines wait for that.
         self._group = None

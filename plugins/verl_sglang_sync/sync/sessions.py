@@ -6,7 +6,7 @@ sessions.wait_joined(can_prove=True)         # all ranks: every engine rank has 
 sessions.check_plans(proves=False)           # with what the route was proven with
 sessions.send(source)                        # each rank at its own pace
 sessions.finish(meanwhile)                   # its engine ranks have read all
-loaded = sessions.wait_until_loaded()        # all ranks: every engine has judged what it has loaded
+loaded = sessions.wait_until_loaded()        # all ranks: every engine reports that it has loaded
 sessions.commit(is_last=True)                # once all ranks have come so far
 sessions.wait_for_replies(defers_reply=False)   # all ranks leave together
 sessions.fail(error, can_repeat=True)        # instead of the steps that are left, after a failure
@@ -234,7 +234,7 @@ class Sessions:
         for engine_rank in self.engine_ranks:
             with engine_rank.naming_errors():
                 engine_rank.session.finish(num_tensors=self.sent.num_tensors)
-        # This rank would only wait now, so the work in `meanwhile` costs no time.
+        # This rank would only wait now. `meanwhile` costs time only if the engine ranks are faster.
         meanwhile()
         limit_s = self.settings.request_timeout_s
         with self.report.stage("load"):
@@ -276,7 +276,8 @@ class Sessions:
                         engine_rank.session.commit(
                             engine_rank.request.check_refused, is_last=is_last
                         )
-                # All Commits have left: no replica waits for another one to publish.
+                # This rank has sent all its Commits, so no replica waits until another one has
+                # published.
                 # If a trainer rank dies before its Commit, all TP ranks fail, and this wait ends.
                 for engine_rank in self.engine_ranks:
                     with engine_rank.naming_errors():
@@ -287,11 +288,11 @@ class Sessions:
             raise
 
     def wait_for_replies(self, *, defers_reply: bool) -> None:
-        """Wait until the requests of all ranks are answered.
+        """Wait for all ranks, and for the replies to their requests unless these are deferred.
 
         Args:
-            defers_reply: a stage of the engine follows, after which the reply is looked at. It is
-                not waited for now.
+            defers_reply: True if a stage of the engine follows, which is the usual case. The reply
+                is then checked after that stage, and this method does not wait for it.
         """
 
         def are_answered() -> bool | None:

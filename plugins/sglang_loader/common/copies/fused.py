@@ -55,7 +55,8 @@ class FusedCopies:
     ) -> list[Callable[[], object]]:
         """Return functions that launch the copies between these memories and targets.
 
-        The functions do not keep `memories` and `targets` alive.
+        The function of the kernel does not keep `memories` and `targets` alive. Those of torch's
+        copies do.
 
         Args:
             memories: by number, flat contiguous uint8. Memories that no copy reads are ignored.

@@ -7,7 +7,7 @@ messages go over a socket that the trainer binds, in a private folder of the hos
     Hello(what it has and holds)      ->
                                       <-     Welcome
                                       <-     LoadBucket(index, buffers, slot, layout)
-    LoadDone(index)                   ->     its memory may be written again
+    LoadDone(index)                   ->     its staging buffer may be written again
                                       ...
                                       <-     Finish(counts)
     LoadDone(what was in flight)      ->
@@ -23,16 +23,18 @@ By the copy table there are no buckets. Instead of the LoadBuckets:
                                       <-     Store(bytes), for what the engine has not stored
                                       <-     LoadShards(weight map, bases)
     Rounds(reads), if they are wanted ->
-    LoadDone(0)                       ->
+    LoadDone(0)                       ->     the shards may still be read
                                       <-     LoadRound(index), for each round
     LoadDone(index)                   ->
 
-Loaded is the engine's acknowledged prepare. All TP ranks of the engine have loaded the sync. They
-have judged together that the sync fits the model and passes its proof. From then on, one replica
-can publish what another does not publish only if a process dies or fails between the Commits. The
-engine publishes weights only after the Commit. With the Commit the trainer confirms that on every
-rank the parameters were where they had been located. An Abort, or the trainer's death, overtakes
-all earlier messages: a slow engine must not act on a sync that its trainer has given up.
+Loaded is the engine's acknowledged prepare. All TP ranks of the engine have loaded the sync. If
+the session proves a route, the proof was good on all of them. By their common verdict the sync fits
+the model. With `manifest_check` off there is a verdict only if a failed sync may have left a gap.
+From then on, one replica can publish what another does not publish only if a process dies or fails
+between the Commits. The engine publishes weights only after the Commit. With the Commit the trainer
+confirms that on every rank the parameters were where they had been located. An Abort, or the
+trainer's death, overtakes all earlier messages: a slow engine must not act on a sync that its
+trainer has given up.
 
 Hello names the load plan that the engine holds, and the bytes that it has stored. The weight map
 and the bases that LoadShards names are the same in most syncs, so they are stored once. Shards that
@@ -294,9 +296,10 @@ class Rounds(_Message, frozen=True, kw_only=True):
 
 
 class LoadDone(_Message, frozen=True, kw_only=True):
-    """The engine's message that the device has finished with a bucket, mapped shards, or a round.
+    """The engine's message that the device has finished what the engine launched for one load.
 
-    The memory may be written again.
+    The staging buffer of a bucket or of a round may be written again. Mapped shards must not change
+    until the sync is over: between rounds the engine still reads them.
     """
 
     index: int
@@ -365,10 +368,10 @@ class Failed(_Message, frozen=True, kw_only=True):
 
     Attributes:
         traceback: with the TP rank.
-        failure: "cannot_map" if this process cannot map the trainer's memory, and has read nothing.
-            "differs" if the proof has failed. "saved_plan_differs" if the proof of a load plan has
-            failed that an earlier process had saved. The engine has dropped that plan. "misfit" if
-            the tensors do not fit the model, and a repetition would not help.
+        failure: "cannot_map" if this process cannot map the trainer's memory. "differs" if the
+            proof has failed. "saved_plan_differs" if the proof of a load plan has failed that an
+            earlier process had saved. The engine has dropped that plan. "misfit" if the tensors do
+            not fit the model, and a repetition would not help.
     """
 
     traceback: str

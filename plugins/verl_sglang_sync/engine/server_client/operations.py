@@ -63,7 +63,10 @@ def release_memory(tags: Sequence[str]) -> Call:
 
 
 def resume_memory(tags: Sequence[str]) -> Call:
-    """Map the engine's memory of `tags` again. Weights come back with undefined content."""
+    """Map the engine's memory of `tags` again.
+
+    Weights come back as the host backup has saved them. Other weights have undefined content.
+    """
     return Call(RESUME, {"tags": list(tags)})
 
 

@@ -18,6 +18,23 @@ begins with the locations of all ranks' shards:
 An optimizer changes the contents of the memory, but neither the trace nor the locations. Parameters
 that return at other addresses (`param_offload`) are located before each sync. Any other change is
 detected before the engines may publish, and the sync is repeated.
+
+Engines keep some blocks mapped from one session to the next:
+
+    session                      locations and handles       blocks that engines keep mapped
+    the proof                    new                         files of host memory alone
+    the first good sync by the   new                         all, if they are those of the last
+    route after it                                           session by the route
+    a later good sync by the     the same locations, no      all
+    route                        handles
+    an exported session          dropped: `note_unmapped`    none
+    a failed session, before     dropped: `forget`           none. The next session by the route
+    anything was published                                   counts as a proof in this table
+    any, of offloaded            new                         files of host memory alone
+    parameters
+
+After an exported session the next sync by the route is as the first one after a proof. If all
+shards are sent, engines map no block, and the locations of the proof stay.
 """
 
 from __future__ import annotations
