@@ -296,6 +296,7 @@ class WeightSync:
         if not sync_pass.by_route:
             # The parameters could not be located, so the export came once more, by the load plan.
             # The weights are proven. What a saved load plan leaves out shows in the next sync.
+            task.report.is_proven = True
             self._next_proof = self._num_syncs + 2 if sync_pass.later_proof != "none" else None
             return True
         route.note_proven()
