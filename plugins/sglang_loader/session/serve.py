@@ -8,7 +8,8 @@
 
 A *load* is one bucket, or what the copy table reads of mapped shards, or one round of sent shards.
 The engine sends `LoadDone` after the stream has finished with a load. From then on the trainer may
-write into its memory again.
+write into the staging buffer of that load again. Mapped shards stay as they are until the sync is
+over.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ logger = logging.getLogger(__name__)
 Message = TypeVar("Message", bound=FromTrainer)
 Load: TypeAlias = messages.LoadBucket | messages.LoadShards | messages.LoadRound
 
-HANDSHAKE_TIMEOUT_S = 120.0  # the trainer opens sessions with all replicas before it answers
+HANDSHAKE_TIMEOUT_S = 120.0
+"""The least limit for Welcome. Before that the trainer opens sessions with all replicas, traces,
+locates, and packs the first bucket of an export."""
 POLL_S = 0.0001
 NUM_DESCRIPTORS = 1024
 """Number of descriptors that are kept. A request with one of these descriptors is refused."""
@@ -241,7 +244,8 @@ class Session:
         for loader in self._loaders:
             loader.check_addresses()
             loader.prepare()
-        _expected(messages.Welcome, self._channel.receive(timeout_s=HANDSHAKE_TIMEOUT_S))
+        limit_s = max(HANDSHAKE_TIMEOUT_S, self._limit_s)
+        _expected(messages.Welcome, self._channel.receive(timeout_s=limit_s))
         if self._proof is not None:
             with self._spending("proving"):
                 self._proof.begin(self._steps.before_writing)
