@@ -365,6 +365,8 @@ class WeightSync:
     def _once(self, sync_pass: SyncPass) -> None:
         """Run one session with each engine rank, from the request that opens it to its reply.
 
+        "[all]" marks the calls in which all trainer ranks meet.
+
         Raises:
             WeightSyncError: on every rank, if any rank failed.
         """
@@ -383,20 +385,21 @@ class WeightSync:
                 with report.stage("open"):
                     # The requests leave first: engines join and drop their prefix caches while this
                     # rank traces, locates and waits for its device.
-                    self._engines.open(stack, sessions.engine_ranks, task, proof)
+                    self._engines.open(stack, sessions.engine_ranks, task, proof)  # [all]
+                # [all] if the export is traced, or the parameters are located or compared.
                 source = self._choose(sync_pass, sessions)
                 memory.callback(source.close)
                 is_exported = isinstance(source, ExportedBuckets)
                 if is_exported:
-                    ranks.check()  # the export's collectives need every rank
+                    ranks.check()  # [all]: the export's collectives need every rank
                 try:
                     # All ranks meet in `wait_joined`, so a failure is shared at once. From `send`
                     # on, a rank that fails takes part in the rest of the export first.
                     with ranks.section():  # a failure in it ends the sync on all ranks
-                        source.start()
+                        source.start()  # [all] in the collectives of an export's first bucket
                         with report.stage("open"):
                             can_prove = is_repeatable(weights)
-                            wants_proof = sessions.wait_joined(can_prove=can_prove)
+                            wants_proof = sessions.wait_joined(can_prove=can_prove)  # [all]
                         if sessions.asks_for_proof and not can_prove:
                             warn_once(CANNOT_PROVE)
                         # Any load plan serves an export: the engine compares each layout with the
@@ -404,8 +407,8 @@ class WeightSync:
                         if not is_exported:
                             sessions.check_plans(proves=proof == "route")
                             if source.is_collective:
-                                ranks.check()
-                    sessions.send(source)
+                                ranks.check()  # [all]
+                    sessions.send(source)  # [all] in an export, or if shards are sent
                     # While the engines copy. Nothing is published before Commit.
                     source.confirm()
                 except RankLost:
@@ -416,14 +419,14 @@ class WeightSync:
                 source.drain()
                 learns = sync_pass.may_be_followed and is_exported
                 sessions.finish(partial(self._prepare_to_learn, task, learns))
-                loaded = sessions.wait_until_loaded()
+                loaded = sessions.wait_until_loaded()  # [all]
                 self._record_loaded(loaded, report)
                 # Before Commit, which names the session that follows, and after which `on_fallback`
                 # could not stop the sync. The type is checked again for mypy.
                 if isinstance(source, ExportedBuckets) and learns:
-                    self._learn(task, source, loaded)
+                    self._learn(task, source, loaded)  # [all]
                     self._check_fallback()
-                    ranks.check()  # no rank may fail between here and its Commit
+                    ranks.check()  # [all]: no rank may fail between here and its Commit
                 sync_pass.wants_proof = sync_pass.may_be_followed and wants_proof
                 # The engines' gates stay closed while a proof follows.
                 follows = sync_pass.due_proof_follows or sync_pass.wants_proof
@@ -431,9 +434,9 @@ class WeightSync:
                 sessions.commit(is_last=not follows)
                 # Not before Published: an engine that fails until then unmaps all blocks.
                 source.end()
-                sessions.wait_for_replies(defers_reply=self._defers_reply)
+                sessions.wait_for_replies(defers_reply=self._defers_reply)  # [all]
             except BaseException as error:
-                sessions.fail(error, can_repeat=is_repeatable(weights))
+                sessions.fail(error, can_repeat=is_repeatable(weights))  # [all]
         # Published has reported the outcome already, so nothing waits for the reply here.
         self._unanswered = sessions.requests if self._defers_reply else []
         if is_exported:
@@ -444,7 +447,7 @@ class WeightSync:
                 # `Sessions.check_plans` compares the load plans of later syncs with this one.
                 engine_rank.known.proven_plan = engine_rank.session.plan
         if proof != "none":
-            self._note_compared(sync_pass, loaded)
+            self._note_compared(sync_pass, loaded)  # [all]
 
     def _choose(self, sync_pass: SyncPass, sessions: Sessions) -> SyncSource:
         """Return what the route offers if it has this sync's weights, else the export."""
