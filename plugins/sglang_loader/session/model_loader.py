@@ -348,10 +348,8 @@ class ModelLoader:
         self.uses.append(replace(uses, contents={}) if uses.contents else uses)
 
     def _recording(self) -> PlanRecorder:
-        """Return the recorder, with nothing of an earlier sync."""
-        if not self._has_recorded:
-            self._recorder.restart()
-            self._has_recorded = True
+        """Return the recorder. `start` and `finish` leave nothing of an earlier sync in it."""
+        self._has_recorded = True
         return self._recorder
 
     def _record(self, index: int, layout: BucketLayout, buffer: torch.Tensor) -> None:
