@@ -123,8 +123,6 @@ class ShardSending:
         listed = list(chain(*(of_rank.items() for of_rank in self._ranks.gather(digests))))
         if self.sender is not None and self._ranks.all(listed == self._listed_rounds):
             return self.sender
-        if self.sender is not None:
-            self.sender.end()
         # Each trainer rank needs only its own parts of the rounds.
         parts = [
             encode_parts(
