@@ -1,9 +1,9 @@
 """Separate-async GRPO on the CPU: rollouts that a weight sync interrupts go on afterwards.
 
 verl aborts what is generated when a sync begins, and asks again with the prompt and the tokens so
-far when it has ended. The model is slow here, so that every sync finds rollouts halfway. Each token
-must have been sampled with the weights of the version that the trajectory names for it: verl's own
-checkpoints hold them.
+far when it has ended. The model is slow here while a step trains, so that every sync finds rollouts
+halfway. Each token must have been sampled with the weights of the version that the trajectory names
+for it: verl's own checkpoints hold them.
 """
 
 import json
@@ -31,12 +31,14 @@ RUN = Run(
         "trainer.save_freq=1",
         "trainer.default_local_dir={folder}/checkpoints",
         "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]",
+        f"actor_rollout_ref.rollout.max_num_seqs={BATCH}",  # the next ones begin with the training
     ),
     variables=(
         *FINDING_TESTS,
         "VERL_USE_EXTERNAL_MODULES=support.generations",
         "SGLANG_EXTERNAL_MODEL_PACKAGE=support.slow",
         "GENERATIONS={folder}/generations.jsonl",
+        "TRAINING={folder}/training",
     ),
 )
 

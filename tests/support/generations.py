@@ -1,19 +1,27 @@
 """verl imports this module (VERL_USE_EXTERNAL_MODULES): its trainer writes down the trajectories of
 each batch when it has trained on them.
 
-One JSON object a line, in the file that the environment variable `GENERATIONS` names.
+One JSON object a line, in the file that the environment variable `GENERATIONS` names. While the
+trainer trains on a batch, some seconds longer than it takes, and until the sync after it, the file
+that `TRAINING` names is there.
 """
 
 import json
 import os
+import time
 from pathlib import Path
+from typing import Any
 
 import transfer_queue
+from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 
+TRAINING_S = 5.0  # at least: a few tokens of the slow model
 TENSORS = ["prompts", "responses", "rollout_log_probs"]
 VERSIONS = ("min_global_steps", "max_global_steps", "weight_versions")
 
 _kv_clear = transfer_queue.kv_clear
+_on_sample_end = PPOTrainerSeparateAsync.on_sample_end
+_on_step_end = PPOTrainerSeparateAsync.on_step_end
 
 
 def kv_clear(keys: list[str], partition_id: str) -> None:
@@ -30,4 +38,17 @@ def kv_clear(keys: list[str], partition_id: str) -> None:
     _kv_clear(keys=keys, partition_id=partition_id)
 
 
+def on_sample_end(self: Any) -> None:
+    _on_sample_end(self)
+    Path(os.environ["TRAINING"]).touch()
+    time.sleep(TRAINING_S)
+
+
+def on_step_end(self: Any) -> None:
+    _on_step_end(self)
+    Path(os.environ["TRAINING"]).unlink()
+
+
 transfer_queue.kv_clear = kv_clear
+PPOTrainerSeparateAsync.on_sample_end = on_sample_end
+PPOTrainerSeparateAsync.on_step_end = on_step_end
