@@ -8,7 +8,7 @@ Every operation either succeeds on the server or raises a `ServerError`. Retries
 - After a reply, good or bad, nothing is tried again.
 
 So an operation whose server is silent ends within `ATTEMPTS` x its timeout, plus a few seconds for
-the connections. Each operation has its own thread and connection.
+the connections. Each operation has its own connection, and operations at a time their own threads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
-from sglang_loader.common.threads import in_thread
+from sglang_loader.common.threads import in_kept_thread
 from verl_sglang_sync.engine.server_client.errors import (
     NotAuthorized,
     ReplyLost,
@@ -71,7 +71,7 @@ class SGLangServerClient:
         """
         # A trainer calls from short-lived event loops (`asyncio.run` for each stage), from a loop
         # that it blocks, and from threads without a loop. So no loop can be shared.
-        return in_thread(partial(self._send, call), "sglang-server-client")
+        return in_kept_thread(partial(self._send, call), "sglang-server-client")
 
     def run(self, call: Call) -> Any:
         """Run one operation. Return its reply, or raise a `ServerError`."""
