@@ -71,6 +71,11 @@ class ShardedModel:
         exported: Iterator[NamedTensor] = unfuse_moe_params(full, self._model_type)
         return exported
 
+    def advance(self) -> None:
+        """Change all parameters where they are, as a training step does."""
+        for _, shard in self.shards():
+            shard.mul_(1.01)
+
     def _gathered(self, parameter: DTensor) -> torch.Tensor:
         moved: DTensor = parameter.to(self._device)  # type: ignore[assignment]
         return moved.full_tensor()
