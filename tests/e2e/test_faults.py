@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from support.engine_loaders import COUNT_LOADER
+from support.engine_loaders import COUNT_LOADER, FAIL_LOADER
 from support.fault_proxy import Fault
 from support.storm import Storm
 from support.storm_trainer import TIMEOUT_S
@@ -103,6 +103,18 @@ def test_a_killed_rank_is_named_in_time(storm, preset, victim):
     (error,) = storm.finish()
     assert re.search(rf"(?<!TP )\brank {victim}\b", str(error)), error
     assert time.monotonic() - died < TIMEOUT_S + MARGIN_S
+
+
+@presets
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_tp_rank_fails_before_its_session(storm, preset, rank):
+    """The others have joined theirs, and do not wait for it: the sync is made again."""
+    storm.engine.server.ask(FAIL_LOADER, str(rank))
+    started = time.monotonic()
+    storm.begin(preset=preset)
+    assert storm.finish() == [None] * TP
+    assert time.monotonic() - started < MARGIN_S
+    assert storm.engine.served() == str(storm.label)
 
 
 def shared_by_trainers(temporary):

@@ -22,6 +22,7 @@ STOP_LOADER = "support.engine_loaders.stop_in_next_load"
 COUNT_LOADER = "support.engine_loaders.count_loads"
 HOST_LOADER = "support.engine_loaders.live_on"
 PAUSE_LOADER = "support.engine_loaders.pause_before_bucket"
+FAIL_LOADER = "support.engine_loaders.fail_before_joining"
 
 NamedTensors = list[tuple[str, torch.Tensor]]
 
@@ -133,3 +134,17 @@ def pause_before_bucket(_: Any, named_tensors: NamedTensors) -> None:
         return originals[1](self, shards)
 
     ModelLoader.load, ModelLoader.load_shards = load, load_shards
+
+
+def fail_before_joining(_: Any, named_tensors: NamedTensors) -> None:
+    """Have the next session of the TP rank that is named fail before it is made, once."""
+    from sglang_loader.session import serve
+
+    original = serve.loader_of
+
+    def fail(_: Any) -> Any:
+        serve.loader_of = original
+        raise RuntimeError("planted before the session")
+
+    if torch.distributed.get_rank() == int(named_tensors[0][0]):
+        serve.loader_of = fail

@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from tiny_assets import make_assets
 
 from sglang_loader.common.engine_settings import STALE_REQUESTS_VARIABLE
-from support.engine_loaders import COUNT_LOADER
+from support.engine_loaders import COUNT_LOADER, FAIL_LOADER
 from support.fault_proxy import FaultProxy
 from support.served import served
 from support.storm_checks import PROMPTS, StormEngine, Stream, Violation, shared_memory, strays
@@ -131,7 +131,7 @@ class Storm:
                 model=self._models[0],
                 tp=self.tp,
                 variables=variables,
-                loaders=(COUNT_LOADER,),
+                loaders=(COUNT_LOADER, FAIL_LOADER),
             )
         )
         self.wire = Wire(self.temporary)

@@ -104,7 +104,7 @@ class Engine:
     def update(self, load, is_last=True):
         request = SimpleNamespace(torch_empty_cache=False, weight_version="7")
         self.last = weights.WeightUpdate(self._updater, request)
-        return self.last.run(lambda: load(self.last), lambda: is_last)
+        return self.last.run(lambda: load(self.last), lambda: is_last, lambda failure: None)
 
     def look_at(self, *_):
         self.num_looked_at += 1

@@ -49,7 +49,13 @@ from sglang_loader.host_backup.backup import backup_of, create_backup
 from sglang_loader.host_backup.completeness import Completeness
 from sglang_loader.session.findings import Verdict
 from sglang_loader.session.model_loader import loader_of
-from sglang_loader.session.serve import Session, SessionSteps, kind_of
+from sglang_loader.session.serve import (
+    Session,
+    SessionSteps,
+    kind_of,
+    report_unopened,
+    was_served,
+)
 from sglang_loader.session.weight_check import (
     SyncView,
     cached_verdict,
@@ -130,6 +136,7 @@ def _serve_session(update: WeightUpdate, updater: Any, request: Any) -> list[str
     """Serve one session, and return the failures of all ranks."""
     # At most one session, added when its load was good.
     sessions: list[Session] = []
+    has_opened = False
 
     def descriptor_of_rank() -> SessionDescriptor:
         return decode_descriptor(
@@ -142,8 +149,10 @@ def _serve_session(update: WeightUpdate, updater: Any, request: Any) -> list[str
         update.manifest_check = descriptor.manifest_check
         update.syncs_draft = descriptor.syncs_draft
         update.proof = descriptor.proof
+    is_repeated = descriptor is not None and was_served(descriptor)
 
     def load() -> None:
+        nonlocal has_opened
         if descriptor is None:
             raise SessionError(f"the request has no session descriptor for this rank\n{reason}")
         groups = groups_of(updater.tp_worker.model_runner, descriptor)
@@ -154,6 +163,7 @@ def _serve_session(update: WeightUpdate, updater: Any, request: Any) -> list[str
         )
         wants_proof = bool(facts_of(request).get("wants_proof"))
         session = Session(descriptor, update.models, steps, *groups, wants_proof=wants_proof)
+        has_opened = True
         try:
             session.load()
         except Exception as error:
@@ -167,7 +177,12 @@ def _serve_session(update: WeightUpdate, updater: Any, request: Any) -> list[str
         (session,) = sessions
         return session.await_commit()
 
-    failures = update.run(load, await_commit)
+    def report(failure: str) -> None:
+        # An open session has reported its failure. The trainer of a repeated request is at work.
+        if descriptor is not None and not has_opened and not is_repeated:
+            report_unopened(descriptor, failure)
+
+    failures = update.run(load, await_commit, report)
     for session in sessions:
         session.conclude(failures, update.failure_kind)
     return failures
@@ -243,18 +258,26 @@ class WeightUpdate:
         if not self._has_flushed:
             raise PrefixCacheInUse("the prefix cache cannot be dropped: requests are running")
 
-    def run(self, load: Callable[[], None], await_commit: Callable[[], bool]) -> list[str]:
+    def run(
+        self,
+        load: Callable[[], None],
+        await_commit: Callable[[], bool],
+        report: Callable[[str], None],
+    ) -> list[str]:
         """Load a whole sync on every TP rank, and publish the sync.
 
         Args:
             load: loads all buckets, and calls `begin_bucket` before each.
             await_commit: waits for the trainer's Commit. Returns False if another session of the
                 sync follows.
+            report: tells the trainer of a failure before the other TP ranks hear of it.
 
         Returns:
             The failures of all ranks.
         """
         failure = self._load_in_frame(load)
+        if failure is not None:
+            run_step(partial(report, failure))
         # After a failure, too: the prefix caches of all TP ranks must stay equal.
         _, unflushed = run_step(self.flush)
         failure = failure or unflushed

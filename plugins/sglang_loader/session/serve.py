@@ -116,7 +116,7 @@ class Session:
         *,
         wants_proof: bool = False,
     ) -> None:
-        if descriptor in _served_descriptors:
+        if was_served(descriptor):
             raise SessionError("the same request has come before: it is not executed again")
         _served_descriptors.append(descriptor)
         self._descriptor = descriptor
@@ -448,6 +448,26 @@ def _expected(kind: type[Message], message: FromTrainer) -> Message:
     if not isinstance(message, kind):
         raise SessionError(f"expected {kind.__name__}, got {type(message).__name__}")
     return message
+
+
+def was_served(descriptor: SessionDescriptor) -> bool:
+    """Return True if a proxy has repeated the request of a session."""
+    return descriptor in _served_descriptors
+
+
+def report_unopened(descriptor: SessionDescriptor, failure: str) -> None:
+    """Report to the trainer that this rank has failed before it had made its session.
+
+    Without the report, the trainer and the other TP ranks would wait for this rank to join.
+    """
+    try:
+        mapped.release_all()  # the trainer counts its handles as dropped
+    finally:
+        is_signed = bool(descriptor.group)
+        with suppress(SessionError), engine_end(descriptor.endpoint, is_signed=is_signed) as end:
+            end.begin(descriptor.token, timeout_s=descriptor.timeout_s)
+            text = f"TP rank {tp_rank()}: {failure}"
+            end.send(messages.Failed, traceback=text, failure="other")
 
 
 def kind_of(error: Exception) -> messages.FailureKind:
