@@ -10,12 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from sglang_loader.common.digest import digests_on_host
 from sglang_loader.common.engine_settings import LOAD_PLANS_VARIABLE
 from sglang_loader.common.session.messages import (
     MAKING_PLAN,
     PROVING_SAVED_PLAN,
 )
+from sglang_loader.load_plan.destinations import collect_destinations
 from sglang_loader.session import plan_store
+from sglang_loader.session.kept_plan import BeforeProof
+from sglang_loader.session.model_loader import ModelLoader
+from sglang_loader.session.proof import check_restored
 from unit.route_ranks import TP, EngineModel, Rank, local_of
 
 STEPS = ("sync", "step", "sync", "step", "sync")
@@ -61,7 +66,7 @@ class RestartedRank(Rank):
 
     def sync(self):
         super().sync()
-        self.reasons.append(self.seen.report["eager_reason"])
+        self.reasons.append(self.seen.report.get("eager_reason"))
 
     def step(self):
         super().step()
@@ -155,6 +160,28 @@ def test_a_saved_plan_without_a_tensor_is_found(pool, tmp_path):
         assert after["routes"] == ["export", "pull", "export"]
         assert after["proven"] == [True, False, None] and after["state"] == "OFF"
         assert LEFT_OUT in after["off"] or "held" in after["off"]
+
+
+def test_a_saved_plan_with_too_much_is_found(pool, tmp_path):
+    """Its proof overwrites what the loader leaves alone: nothing is served until a restart."""
+    lives = EngineModel, PartialModel
+    play = partial(_play_restarted, steps=("sync", "step", "sync"))
+    for (before, _), (after, _) in pool.run(play, str(tmp_path / "plans"), "pull", lives):
+        assert before["errors"] == [] and not after["routes"]
+        assert all("Restart the engine" in error for error in after["errors"])
+        assert all(LEFT_OUT in error for error in after["errors"]) and len(after["errors"]) == 2
+
+
+@pytest.mark.parametrize(("proven", "synced"), [("1", "2"), (None, None)])
+def test_other_weights_show_no_lost_bytes(proven, synced):
+    """A proof was interrupted, and the next sync brings others, as far as is known."""
+    loader = ModelLoader(torch.nn.Linear(2, 2))
+    destinations = collect_destinations(loader.model)
+    digests = digests_on_host(destinations.memory)
+    torch.nn.init.zeros_(loader.model.weight)
+    loader.kept.before_proof = BeforeProof(destinations, digests, proven)
+    check_restored([loader], synced)
+    assert loader.kept.before_proof is None and not loader.kept.lost
 
 
 def test_unchanged_weights_prove_no_saved_plan(pool, tmp_path):

@@ -162,7 +162,14 @@ def _serve_session(update: WeightUpdate, updater: Any, request: Any) -> list[str
             before_loading=update.begin_bucket,
         )
         wants_proof = bool(facts_of(request).get("wants_proof"))
-        session = Session(descriptor, update.models, steps, *groups, wants_proof=wants_proof)
+        session = Session(
+            descriptor,
+            update.models,
+            steps,
+            *groups,
+            wants_proof=wants_proof,
+            version=request.weight_version,
+        )
         has_opened = True
         try:
             session.load()

@@ -23,7 +23,7 @@ import torch
 
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.host_backup.backup import backup_of
-from sglang_loader.load_plan.destinations import collect_destinations
+from sglang_loader.load_plan.destinations import Destinations, collect_destinations
 from sglang_loader.load_plan.executor import PlanExecutor
 from sglang_loader.load_plan.guard import DestinationProbe, context_change
 from sglang_loader.load_plan.plan import LoadPlan, LoadWeights, PlanRefused
@@ -64,6 +64,21 @@ class CheckedPlan:
     probe: DestinationProbe
 
 
+@dataclass(frozen=True)
+class BeforeProof:
+    """The digests of a model's storages when a proof began.
+
+    Attributes:
+        destinations: the storages.
+        digests: int64 `[num_storages, 2]` on the host.
+        version: of the weights.
+    """
+
+    destinations: Destinations
+    digests: torch.Tensor
+    version: str | None
+
+
 class KeptPlan:
     """The load plan of one model, or its lack. See the module.
 
@@ -75,12 +90,17 @@ class KeptPlan:
         uses: the uses of the tensors of each bucket, by index. Complete if there is a plan.
         proven_with: digests of the weights with which a saved plan was proven, until a proof with
             other weights.
+        before_proof: what the model held when the proof of a saved plan began, until it is known
+            to hold that again.
+        lost: tensors with bytes that the proof of a wrong saved plan has overwritten for good.
     """
 
     def __init__(self, model: Any, load_weights: LoadWeights) -> None:
         self.checked: CheckedPlan | None = None
         self.uses: dict[int, BucketUses] = {}
         self.proven_with: torch.Tensor | None = None
+        self.before_proof: BeforeProof | None = None
+        self.lost: Sequence[str] = ()
         self._model = model
         self._load_weights = load_weights
         self._context: Mapping[str, object] = {}

@@ -37,6 +37,7 @@ from sglang_loader.load_plan.destinations import (
 )
 from sglang_loader.load_plan.plan import LoadPlan
 from sglang_loader.load_plan.verify import POISON
+from sglang_loader.session.kept_plan import BeforeProof
 from sglang_loader.session.model_loader import ModelLoader
 
 
@@ -100,15 +101,37 @@ class HeldWeights:
         """Return the names of tensors whose storages hold other bytes than before, or moved."""
         names: list[str] = []
         for loader, before, held in zip(self.loaders, self.destinations, self.held, strict=True):
-            # A storage at another address has no digest from before.
-            moved = first_difference(before, collect_destinations(loader.model))
-            if moved is not None:
-                names.append(moved)
-            changed = (
-                (digests_on_host(before.memory) != held).any(dim=1).nonzero().flatten().tolist()
-            )
-            names += [name for storage in changed for name in before.names_of(storage)]
+            names += _differing(loader, before, held)
         return names
+
+
+def _differing(loader: ModelLoader, before: Destinations, held: torch.Tensor) -> list[str]:
+    # A storage at another address has no digest from before.
+    moved = first_difference(before, collect_destinations(loader.model))
+    changed = (digests_on_host(before.memory) != held).any(dim=1).nonzero().flatten().tolist()
+    names = [name for storage in changed for name in before.names_of(storage)]
+    return names if moved is None else [moved, *names]
+
+
+def check_restored(loaders: Sequence[ModelLoader], version: str | None) -> None:
+    """Check that a sync has brought back what the proof of a saved load plan had overwritten.
+
+    The plan may write bytes that `load_weights` never writes. Call this when a sync is loaded. If
+    its weights are others than those of the proof, nothing can be compared.
+
+    Raises:
+        RuntimeError: such bytes are lost.
+    """
+    for loader in loaders:
+        kept = loader.kept
+        before, kept.before_proof = kept.before_proof, None
+        if before is not None and before.version == version is not None:
+            kept.lost = _differing(loader, before.destinations, before.digests)
+        if kept.lost:
+            raise RuntimeError(
+                "a wrong load plan of an earlier run has overwritten bytes that load_weights does "
+                f"not load, in {listed(kept.lost)}. The plan was removed. Restart the engine"
+            )
 
 
 class SessionProof:
@@ -117,17 +140,19 @@ class SessionProof:
     Args:
         kind: "route" or "served". See the module.
         loaders: of the session's models.
+        version: of the weights.
 
     Attributes:
         differing: tensors that were held with other bytes than the session has brought.
         later_proof: the need for another proof, with other weights.
     """
 
-    def __init__(self, kind: Proof, loaders: Sequence[ModelLoader]) -> None:
+    def __init__(self, kind: Proof, loaders: Sequence[ModelLoader], version: str | None) -> None:
         self.differing: list[str] = []
         self.later_proof: LaterProof = "none"
         self._proves_route = kind == "route"
         self._loaders = loaders
+        self._version = version
         self._held: HeldWeights | None = None
         self._plans: list[LoadPlan | None] = []  # by loader, when the proof began
         self._trusted_here: list[ModelLoader] = []  # whose saved plans this session has proven
@@ -142,6 +167,10 @@ class SessionProof:
         self._plans = [loader.plan for loader in self._loaders]
         if self._proves_route:
             before_writing()
+            pairs = zip(self._loaders, self._held.destinations, self._held.held, strict=True)
+            for loader, destinations, digests in pairs:
+                if loader.kept.is_unproven:
+                    loader.kept.before_proof = BeforeProof(destinations, digests, self._version)
             self._held.poison()
 
     def end(self) -> None:
@@ -160,6 +189,8 @@ class SessionProof:
         self.differing = held.differing()
         is_saved = any(loader.kept.is_unproven for loader in self._loaders)
         if not self.differing:
+            for loader in self._loaders:
+                loader.kept.before_proof = None
             if self._proves_route:
                 self._trust_plans(held.held)
             self.later_proof = "later" if held.has_alike else "none"

@@ -39,7 +39,7 @@ from sglang_loader.load_plan.plan import LoadPlan
 from sglang_loader.session.group_receiver import GroupReceiver
 from sglang_loader.session.mapped_memory import MappedMemory
 from sglang_loader.session.model_loader import ModelLoader, SyncOutcome, loader_of
-from sglang_loader.session.proof import Differs, SavedPlanDiffers, SessionProof
+from sglang_loader.session.proof import Differs, SavedPlanDiffers, SessionProof, check_restored
 from sglang_loader.upstream import device_of, engine_context, tp_rank
 
 logger = logging.getLogger(__name__)
@@ -101,6 +101,7 @@ class Session:
         group: the process group in which buckets are broadcast, or None if all are mapped.
         senders: the process group in which all trainer ranks send, or None.
         wants_proof: see `Hello`.
+        version: of the weights.
 
     Raises:
         SessionError: a proxy has repeated the request, which is not executed again.
@@ -115,12 +116,14 @@ class Session:
         senders: Any = None,
         *,
         wants_proof: bool = False,
+        version: str | None = None,
     ) -> None:
         if was_served(descriptor):
             raise SessionError("the same request has come before: it is not executed again")
         _served_descriptors.append(descriptor)
         self._descriptor = descriptor
         self._wants_proof = wants_proof
+        self._version = version
         self._steps = steps
         self._loaders: list[ModelLoader] = [loader_of(model) for model in models]
         self._models = models
@@ -141,7 +144,7 @@ class Session:
         self._outcome: SyncOutcome | None = None  # of a session that has loaded everything
         self._proof: SessionProof | None = None
         if descriptor.proof != "none":
-            self._proof = SessionProof(descriptor.proof, self._loaders)
+            self._proof = SessionProof(descriptor.proof, self._loaders, version)
         self._seconds = dict.fromkeys(("waiting", "launching", "copying"), 0.0)
         self._has_released = self._has_failed = False
         self._channel = engine_end(descriptor.endpoint, is_signed=bool(descriptor.group))
@@ -261,6 +264,7 @@ class Session:
                 if self._proof is not None:
                     with self._spending("proving"):
                         self._proof.end()
+                check_restored(self._loaders, self._version)
                 return
             else:
                 _expected(messages.LoadBucket, message)
