@@ -10,17 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sglang_loader.common.digest import digests_on_host
 from sglang_loader.common.engine_settings import LOAD_PLANS_VARIABLE
 from sglang_loader.common.session.messages import (
     MAKING_PLAN,
     PROVING_SAVED_PLAN,
 )
-from sglang_loader.load_plan.destinations import collect_destinations
 from sglang_loader.session import plan_store
-from sglang_loader.session.kept_plan import BeforeProof
-from sglang_loader.session.model_loader import ModelLoader
-from sglang_loader.session.proof import check_restored
+from sglang_loader.session.kept_plan import HeldBytes, KeptPlan
 from unit.route_ranks import TP, EngineModel, Rank, local_of
 
 STEPS = ("sync", "step", "sync", "step", "sync")
@@ -175,13 +171,12 @@ def test_a_saved_plan_with_too_much_is_found(pool, tmp_path):
 @pytest.mark.parametrize(("proven", "synced"), [("1", "2"), (None, None)])
 def test_other_weights_show_no_lost_bytes(proven, synced):
     """A proof was interrupted, and the next sync brings others, as far as is known."""
-    loader = ModelLoader(torch.nn.Linear(2, 2))
-    destinations = collect_destinations(loader.model)
-    digests = digests_on_host(destinations.memory)
-    torch.nn.init.zeros_(loader.model.weight)
-    loader.kept.before_proof = BeforeProof(destinations, digests, proven)
-    check_restored([loader], synced)
-    assert loader.kept.before_proof is None and not loader.kept.lost
+    model = torch.nn.Linear(2, 2)
+    kept = KeptPlan(model, load_weights=None)
+    kept.before_proof = HeldBytes.of(model), proven
+    torch.nn.init.zeros_(model.weight)
+    kept.check_restored(synced)
+    assert kept.before_proof is None and not kept.lost
 
 
 def test_unchanged_weights_prove_no_saved_plan(pool, tmp_path):

@@ -21,9 +21,15 @@ from typing import Any
 
 import torch
 
+from sglang_loader.common.digest import digests_on_host
 from sglang_loader.common.layout import BucketLayout
+from sglang_loader.common.naming import listed
 from sglang_loader.host_backup.backup import backup_of
-from sglang_loader.load_plan.destinations import Destinations, collect_destinations
+from sglang_loader.load_plan.destinations import (
+    Destinations,
+    collect_destinations,
+    first_difference,
+)
 from sglang_loader.load_plan.executor import PlanExecutor
 from sglang_loader.load_plan.guard import DestinationProbe, context_change
 from sglang_loader.load_plan.plan import LoadPlan, LoadWeights, PlanRefused
@@ -65,18 +71,32 @@ class CheckedPlan:
 
 
 @dataclass(frozen=True)
-class BeforeProof:
-    """The digests of a model's storages when a proof began.
+class HeldBytes:
+    """The digests of what a model held at one time.
 
     Attributes:
-        destinations: the storages.
-        digests: int64 `[num_storages, 2]` on the host.
-        version: of the weights.
+        destinations: every storage that the model reaches.
+        digests: of these storages: int64 `[num_storages, 2]` on the host.
     """
 
     destinations: Destinations
     digests: torch.Tensor
-    version: str | None
+
+    @classmethod
+    def of(cls, model: Any) -> HeldBytes:
+        """Take the digests of the model's present bytes."""
+        destinations = collect_destinations(model)
+        return cls(destinations, digests_on_host(destinations.memory))
+
+    def differing(self, model: Any) -> list[str]:
+        """Return the names of tensors whose storages hold other bytes now, or moved."""
+        before = self.destinations
+        # A storage at another address has no digest from before.
+        moved = first_difference(before, collect_destinations(model))
+        changed = (digests_on_host(before.memory) != self.digests).any(dim=1)
+        storages = changed.nonzero().flatten().tolist()
+        names = [name for storage in storages for name in before.names_of(storage)]
+        return names if moved is None else [moved, *names]
 
 
 class KeptPlan:
@@ -90,8 +110,8 @@ class KeptPlan:
         uses: the uses of the tensors of each bucket, by index. Complete if there is a plan.
         proven_with: digests of the weights with which a saved plan was proven, until a proof with
             other weights.
-        before_proof: what the model held when the proof of a saved plan began, until it is known
-            to hold that again.
+        before_proof: what the model held when the proof of a saved plan began, and the version of
+            the weights, until the model is known to hold that again.
         lost: tensors with bytes that the proof of a wrong saved plan has overwritten for good.
     """
 
@@ -99,7 +119,7 @@ class KeptPlan:
         self.checked: CheckedPlan | None = None
         self.uses: dict[int, BucketUses] = {}
         self.proven_with: torch.Tensor | None = None
-        self.before_proof: BeforeProof | None = None
+        self.before_proof: tuple[HeldBytes, str | None] | None = None
         self.lost: Sequence[str] = ()
         self._model = model
         self._load_weights = load_weights
@@ -312,6 +332,24 @@ class KeptPlan:
             self.drop(reason)
             if backup is not None:  # `load_weights` has just written what the plan writes
                 backup.define(plan)
+
+    def check_restored(self, version: str | None) -> None:
+        """Check that a sync has brought back what the proof of a saved plan had overwritten.
+
+        The plan may write bytes that `load_weights` never writes. Call this when a sync is loaded.
+        If its weights are others than those of the proof, nothing can be compared.
+
+        Raises:
+            RuntimeError: such bytes are lost.
+        """
+        before, self.before_proof = self.before_proof, None
+        if before is not None and before[1] == version is not None:
+            self.lost = before[0].differing(self._model)
+        if self.lost:
+            raise RuntimeError(
+                "a wrong load plan of an earlier run has overwritten bytes that load_weights does "
+                f"not load, in {listed(self.lost)}. The plan was removed. Restart the engine"
+            )
 
     # The host backup.
 

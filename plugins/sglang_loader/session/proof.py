@@ -27,17 +27,11 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_loader.common.digest import digests_on_host
 from sglang_loader.common.naming import listed
 from sglang_loader.common.session.messages import LaterProof, Proof
-from sglang_loader.load_plan.destinations import (
-    Destinations,
-    collect_destinations,
-    first_difference,
-)
 from sglang_loader.load_plan.plan import LoadPlan
 from sglang_loader.load_plan.verify import POISON
-from sglang_loader.session.kept_plan import BeforeProof
+from sglang_loader.session.kept_plan import HeldBytes
 from sglang_loader.session.model_loader import ModelLoader
 
 
@@ -51,24 +45,20 @@ class SavedPlanDiffers(Differs):
 
 @dataclass(frozen=True)
 class HeldWeights:
-    """The digests of the weights that the models of one engine rank held when a sync began.
+    """The digests of what the models of one engine rank held when a sync began.
 
     Attributes:
         loaders: of the models.
-        destinations: by model, every storage that the model reaches.
-        held: by model, the digests of these storages: int64 `[num_storages, 2]` on the host.
+        held: by model.
     """
 
     loaders: Sequence[ModelLoader]
-    destinations: Sequence[Destinations]
-    held: Sequence[torch.Tensor]
+    held: Sequence[HeldBytes]
 
     @classmethod
     def of(cls, loaders: Sequence[ModelLoader]) -> HeldWeights:
         """Take the digests of the models' present bytes."""
-        reached = [collect_destinations(loader.model) for loader in loaders]
-        held = [digests_on_host(destinations.memory) for destinations in reached]
-        return cls(loaders, reached, held)
+        return cls(loaders, [HeldBytes.of(loader.model) for loader in loaders])
 
     def poison(self) -> None:
         """Fill every byte that a sync by the load plans overwrites without reading the byte first.
@@ -90,48 +80,17 @@ class HeldWeights:
     def has_alike(self) -> bool:
         """True if storages that load plans write have held the same bytes as others."""
         seen: Counter[tuple[int, ...]] = Counter()
-        for loader, before, held in zip(self.loaders, self.destinations, self.held, strict=True):
+        for loader, held in zip(self.loaders, self.held, strict=True):
             # A route does not write the other storages, so it cannot swap them.
             written = loader.plan.coverage if loader.plan is not None else {}
-            pairs = zip(before.storages, held.tolist(), strict=True)
+            pairs = zip(held.destinations.storages, held.digests.tolist(), strict=True)
             seen.update((s.nbytes, *digest) for s, digest in pairs if s.name in written)
         return any(count > 1 for count in seen.values())
 
     def differing(self) -> list[str]:
         """Return the names of tensors whose storages hold other bytes than before, or moved."""
-        names: list[str] = []
-        for loader, before, held in zip(self.loaders, self.destinations, self.held, strict=True):
-            names += _differing(loader, before, held)
-        return names
-
-
-def _differing(loader: ModelLoader, before: Destinations, held: torch.Tensor) -> list[str]:
-    # A storage at another address has no digest from before.
-    moved = first_difference(before, collect_destinations(loader.model))
-    changed = (digests_on_host(before.memory) != held).any(dim=1).nonzero().flatten().tolist()
-    names = [name for storage in changed for name in before.names_of(storage)]
-    return names if moved is None else [moved, *names]
-
-
-def check_restored(loaders: Sequence[ModelLoader], version: str | None) -> None:
-    """Check that a sync has brought back what the proof of a saved load plan had overwritten.
-
-    The plan may write bytes that `load_weights` never writes. Call this when a sync is loaded. If
-    its weights are others than those of the proof, nothing can be compared.
-
-    Raises:
-        RuntimeError: such bytes are lost.
-    """
-    for loader in loaders:
-        kept = loader.kept
-        before, kept.before_proof = kept.before_proof, None
-        if before is not None and before.version == version is not None:
-            kept.lost = _differing(loader, before.destinations, before.digests)
-        if kept.lost:
-            raise RuntimeError(
-                "a wrong load plan of an earlier run has overwritten bytes that load_weights does "
-                f"not load, in {listed(kept.lost)}. The plan was removed. Restart the engine"
-            )
+        pairs = zip(self.loaders, self.held, strict=True)
+        return [name for loader, held in pairs for name in held.differing(loader.model)]
 
 
 class SessionProof:
@@ -167,10 +126,9 @@ class SessionProof:
         self._plans = [loader.plan for loader in self._loaders]
         if self._proves_route:
             before_writing()
-            pairs = zip(self._loaders, self._held.destinations, self._held.held, strict=True)
-            for loader, destinations, digests in pairs:
+            for loader, held in zip(self._loaders, self._held.held, strict=True):
                 if loader.kept.is_unproven:
-                    loader.kept.before_proof = BeforeProof(destinations, digests, self._version)
+                    loader.kept.before_proof = held, self._version
             self._held.poison()
 
     def end(self) -> None:
@@ -212,23 +170,23 @@ class SessionProof:
             f"{listed(self.differing)}"
         )
 
-    def _trust_plans(self, held: Sequence[torch.Tensor]) -> None:
-        for loader, digests in zip(self._loaders, held, strict=True):
+    def _trust_plans(self, all_held: Sequence[HeldBytes]) -> None:
+        for loader, held in zip(self._loaders, all_held, strict=True):
             if loader.kept.is_unproven:
                 self._trusted_here.append(loader)
-                loader.kept.proven_with = digests
+                loader.kept.proven_with = held.digests
             loader.kept.trust()
 
-    def _awaits_change(self, held: Sequence[torch.Tensor]) -> bool:
+    def _awaits_change(self, all_held: Sequence[HeldBytes]) -> bool:
         """Return True if a saved plan was proven with these weights alone.
 
         What the plan leaves out has the right bytes until the weights change, as they do not in a
         warm-up that begins with a learning rate of 0.
         """
         awaits = False
-        for loader, digests in zip(self._loaders, held, strict=True):
+        for loader, held in zip(self._loaders, all_held, strict=True):
             proven_with = loader.kept.proven_with
-            if proven_with is not None and torch.equal(proven_with, digests):
+            if proven_with is not None and torch.equal(proven_with, held.digests):
                 awaits = True
             else:
                 loader.kept.proven_with = None

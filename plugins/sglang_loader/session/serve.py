@@ -39,7 +39,7 @@ from sglang_loader.load_plan.plan import LoadPlan
 from sglang_loader.session.group_receiver import GroupReceiver
 from sglang_loader.session.mapped_memory import MappedMemory
 from sglang_loader.session.model_loader import ModelLoader, SyncOutcome, loader_of
-from sglang_loader.session.proof import Differs, SavedPlanDiffers, SessionProof, check_restored
+from sglang_loader.session.proof import Differs, SavedPlanDiffers, SessionProof
 from sglang_loader.upstream import device_of, engine_context, tp_rank
 
 logger = logging.getLogger(__name__)
@@ -264,7 +264,8 @@ class Session:
                 if self._proof is not None:
                     with self._spending("proving"):
                         self._proof.end()
-                check_restored(self._loaders, self._version)
+                for loader in self._loaders:
+                    loader.kept.check_restored(self._version)
                 return
             else:
                 _expected(messages.LoadBucket, message)
