@@ -1,7 +1,8 @@
-"""Qwen3 whose tokens take their time while the trainer trains: a weight sync comes between two.
+"""Qwen3 whose tokens take their time: a weight sync comes between two of them.
 
-The file that the environment variable `TRAINING` names says when. However slow the machine is, a
-rollout that has begun before a step of training has not ended when that step's sync comes.
+While the file is there that the environment variable `TRAINING` names, they take longer. However
+slow the machine is, a rollout that has begun before a step of training has then not ended when that
+step's sync comes.
 """
 
 import os
@@ -11,12 +12,12 @@ from typing import Any
 
 from sglang.srt.models import qwen3
 
-FORWARD_S, FORWARD_WHILE_TRAINING_S = 0.1, 1.0
+FORWARD_S, FORWARD_WHILE_TRAINING_S = 0.2, 1.0
 
 
 class Qwen3ForCausalLM(qwen3.Qwen3ForCausalLM):  # type: ignore[misc]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        is_training = Path(os.environ["TRAINING"]).exists()
+        is_training = "TRAINING" in os.environ and Path(os.environ["TRAINING"]).exists()
         time.sleep(FORWARD_WHILE_TRAINING_S if is_training else FORWARD_S)
         return super().forward(*args, **kwargs)
 
