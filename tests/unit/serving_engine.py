@@ -144,7 +144,6 @@ class ServingEngine:
         self.drafts = []
         self.num_published = 0
         self.groups = []
-        self._version = None
         self._states = [{} for _ in range(tp)]
         self._serving = {}
 
@@ -190,7 +189,6 @@ class ServingEngine:
         assert len(handles) == len(self.models)
         failures = []
         self.checks = [decode_descriptor(handle).manifest_check for handle in handles]
-        self._version = fields["weight_version"]
         loaded_badly: list[list[str]] = []
         agreed = (
             threading.Barrier(len(handles), action=lambda: loaded_badly.append([*failures])),
@@ -219,13 +217,7 @@ class ServingEngine:
             senders = group[0] if descriptor.senders else None
             models = [*self.drafts, model]
             opened = session.Session(
-                descriptor,
-                models,
-                NO_STEPS,
-                group[0],
-                senders,
-                wants_proof=self.wants_proof,
-                version=self._version,
+                descriptor, models, NO_STEPS, group[0], senders, wants_proof=self.wants_proof
             )
             del senders
             opened.load()

@@ -108,6 +108,7 @@ DESCRIPTOR = messages.SessionDescriptor(
     version=messages.SESSION_VERSION,
     endpoint="ipc:///x",
     token=TOKEN,
+    sync="",
     timeout_s=1,
     uses_plan=True,
     manifest_check="error",

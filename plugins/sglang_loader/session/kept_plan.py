@@ -110,8 +110,8 @@ class KeptPlan:
         uses: the uses of the tensors of each bucket, by index. Complete if there is a plan.
         proven_with: digests of the weights with which a saved plan was proven, until a proof with
             other weights.
-        before_proof: what the model held when the proof of a saved plan began, and the version of
-            the weights, until the model is known to hold that again.
+        before_proof: what the model held when the proof of a saved plan began, and the sync, until
+            the model is known to hold that again.
         lost: tensors with bytes that the proof of a wrong saved plan has overwritten for good.
     """
 
@@ -119,7 +119,7 @@ class KeptPlan:
         self.checked: CheckedPlan | None = None
         self.uses: dict[int, BucketUses] = {}
         self.proven_with: torch.Tensor | None = None
-        self.before_proof: tuple[HeldBytes, str | None] | None = None
+        self.before_proof: tuple[HeldBytes, str] | None = None
         self.lost: Sequence[str] = ()
         self._model = model
         self._load_weights = load_weights
@@ -333,17 +333,20 @@ class KeptPlan:
             if backup is not None:  # `load_weights` has just written what the plan writes
                 backup.define(plan)
 
-    def check_restored(self, version: str | None) -> None:
+    def check_restored(self, sync: str) -> None:
         """Check that a sync has brought back what the proof of a saved plan had overwritten.
 
-        The plan may write bytes that `load_weights` never writes. Call this when a sync is loaded.
-        If its weights are others than those of the proof, nothing can be compared.
+        The plan may write bytes that `load_weights` never writes. Call this when a session has
+        loaded. Another sync than that of the proof has other weights: nothing can be compared.
+
+        Args:
+            sync: see `SessionDescriptor`.
 
         Raises:
             RuntimeError: such bytes are lost.
         """
         before, self.before_proof = self.before_proof, None
-        if before is not None and before[1] == version is not None:
+        if before is not None and before[1] == sync:
             self.lost = before[0].differing(self._model)
         if self.lost:
             raise RuntimeError(

@@ -99,19 +99,19 @@ class SessionProof:
     Args:
         kind: "route" or "served". See the module.
         loaders: of the session's models.
-        version: of the weights.
+        sync: the sync, see `SessionDescriptor`.
 
     Attributes:
         differing: tensors that were held with other bytes than the session has brought.
         later_proof: the need for another proof, with other weights.
     """
 
-    def __init__(self, kind: Proof, loaders: Sequence[ModelLoader], version: str | None) -> None:
+    def __init__(self, kind: Proof, loaders: Sequence[ModelLoader], sync: str) -> None:
         self.differing: list[str] = []
         self.later_proof: LaterProof = "none"
         self._proves_route = kind == "route"
         self._loaders = loaders
-        self._version = version
+        self._sync = sync
         self._held: HeldWeights | None = None
         self._plans: list[LoadPlan | None] = []  # by loader, when the proof began
         self._trusted_here: list[ModelLoader] = []  # whose saved plans this session has proven
@@ -128,7 +128,7 @@ class SessionProof:
             before_writing()
             for loader, held in zip(self._loaders, self._held.held, strict=True):
                 if loader.kept.is_unproven:
-                    loader.kept.before_proof = held, self._version
+                    loader.kept.before_proof = held, self._sync
             self._held.poison()
 
     def end(self) -> None:

@@ -101,7 +101,6 @@ class Session:
         group: the process group in which buckets are broadcast, or None if all are mapped.
         senders: the process group in which all trainer ranks send, or None.
         wants_proof: see `Hello`.
-        version: of the weights.
 
     Raises:
         SessionError: a proxy has repeated the request, which is not executed again.
@@ -116,14 +115,12 @@ class Session:
         senders: Any = None,
         *,
         wants_proof: bool = False,
-        version: str | None = None,
     ) -> None:
         if was_served(descriptor):
             raise SessionError("the same request has come before: it is not executed again")
         _served_descriptors.append(descriptor)
         self._descriptor = descriptor
         self._wants_proof = wants_proof
-        self._version = version
         self._steps = steps
         self._loaders: list[ModelLoader] = [loader_of(model) for model in models]
         self._models = models
@@ -144,7 +141,7 @@ class Session:
         self._outcome: SyncOutcome | None = None  # of a session that has loaded everything
         self._proof: SessionProof | None = None
         if descriptor.proof != "none":
-            self._proof = SessionProof(descriptor.proof, self._loaders, version)
+            self._proof = SessionProof(descriptor.proof, self._loaders, descriptor.sync)
         self._seconds = dict.fromkeys(("waiting", "launching", "copying"), 0.0)
         self._has_released = self._has_failed = False
         self._channel = engine_end(descriptor.endpoint, is_signed=bool(descriptor.group))
@@ -265,7 +262,7 @@ class Session:
                     with self._spending("proving"):
                         self._proof.end()
                 for loader in self._loaders:
-                    loader.kept.check_restored(self._version)
+                    loader.kept.check_restored(self._descriptor.sync)
                 return
             else:
                 _expected(messages.LoadBucket, message)
@@ -464,15 +461,16 @@ def report_unopened(descriptor: SessionDescriptor, failure: str) -> None:
     """Report to the trainer that this rank has failed before it had made its session.
 
     Without the report, the trainer and the other TP ranks would wait for this rank to join.
+
+    Args:
+        descriptor: the trainer's, as for a `Session`.
     """
-    try:
+    _served_descriptors.append(descriptor)
+    is_signed = bool(descriptor.group)
+    with suppress(SessionError), engine_end(descriptor.endpoint, is_signed=is_signed) as end:
         mapped.release_all()  # the trainer counts its handles as dropped
-    finally:
-        is_signed = bool(descriptor.group)
-        with suppress(SessionError), engine_end(descriptor.endpoint, is_signed=is_signed) as end:
-            end.begin(descriptor.token, timeout_s=descriptor.timeout_s)
-            text = f"TP rank {tp_rank()}: {failure}"
-            end.send(messages.Failed, traceback=text, failure="other")
+        end.begin(descriptor.token, timeout_s=descriptor.timeout_s)
+        end.send(messages.Failed, traceback=f"TP rank {tp_rank()}: {failure}", failure="other")
 
 
 def kind_of(error: Exception) -> messages.FailureKind:

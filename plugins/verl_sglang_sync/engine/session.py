@@ -141,6 +141,7 @@ class TrainerSession:
     Args:
         names: names of this process's memory blocks, the same for all its sessions.
         sent: handles that the engine rank was given, the same for all sessions with it.
+        sync: a random text, the same for all sessions of a sync.
         proof: what the session proves.
         group: name of the update group in which buckets are sent. "": the engine maps them.
         senders: name of the update group of all trainer ranks, or "" if there is none.
@@ -167,6 +168,7 @@ class TrainerSession:
         names: BlockNames,
         sent: SentHandles | None = None,
         *,
+        sync: str = "",
         proof: messages.Proof = "none",
         group: str = "",
         senders: str = "",
@@ -180,6 +182,7 @@ class TrainerSession:
             version=messages.SESSION_VERSION,
             endpoint=self._channel.endpoint,
             token=token,
+            sync=sync,
             timeout_s=settings.request_timeout_s,
             uses_plan=settings.uses_plan,
             manifest_check=settings.manifest_check,

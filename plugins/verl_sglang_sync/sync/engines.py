@@ -12,9 +12,11 @@ table, engine ranks map the parameters of trainer ranks on their host, and the o
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from sglang_loader.common.session.folder import SessionFolder, remove_orphans
@@ -41,12 +43,17 @@ from verl_sglang_sync.trainer_ranks import TrainerRanks, own_rank, world_size
 
 @dataclass(frozen=True, kw_only=True)
 class SyncTask:
-    """The arguments of one sync, see `WeightSync.sync`."""
+    """The arguments of one sync, see `WeightSync.sync`.
+
+    Attributes:
+        id: a random text, by which an engine rank knows the sessions of this sync.
+    """
 
     weights: Iterable[NamedTensor]
     version: str | None
     report: SyncReport
     replicas: Sequence[Replica]
+    id: str = field(default_factory=partial(secrets.token_hex, 8))
 
 
 @dataclass(eq=False)
@@ -71,7 +78,9 @@ class ColocatedEngine:
     ) -> None:
         """Make this rank's session. The replica's leader requests those of all its ranks."""
         request = OpeningRequest(self._engine, task.version)
-        session = TrainerSession(self.sockets, self._settings, self._names, self._sent, proof=proof)
+        session = TrainerSession(
+            self.sockets, self._settings, self._names, self._sent, sync=task.id, proof=proof
+        )
         stack.enter_context(session)
         engine_ranks.append(EngineRank("", session, request, self._known_ranks[0]))
         descriptors, of_replica = self._ranks.gather(session.descriptor), self._ranks.replica_ranks
@@ -134,7 +143,7 @@ class RemoteEngines:
             self._sending = self._sending_group_of(group)
             senders = self._sending.name
         if group is not None:
-            self._open_sessions(group, senders, stack, task.version, proof, engine_ranks)
+            self._open_sessions(group, senders, stack, task, proof, engine_ranks)
 
     def delivery(self, engine_ranks: Sequence[EngineRank], report: SyncReport) -> Delivery:
         """Return the delivery of an export's buckets to these engine ranks."""
@@ -202,7 +211,7 @@ class RemoteEngines:
         group: UpdateGroup,
         senders: str,
         stack: ExitStack,
-        version: str | None,
+        task: SyncTask,
         proof: Proof,
         engine_ranks: list[EngineRank],
     ) -> None:
@@ -211,7 +220,7 @@ class RemoteEngines:
         """
         sockets, known_ranks = SessionSockets(self._senders.address), iter(self._known_ranks)
         for replica in group.replicas:
-            request = OpeningRequest(replica.client, version)
+            request = OpeningRequest(replica.client, task.version)
             descriptors = []
             for rank in range(replica.num_ranks):
                 known = next(known_ranks)
@@ -220,6 +229,7 @@ class RemoteEngines:
                     self._settings,
                     BlockNames(),
                     self._sent.setdefault((replica.base_url, rank), SentHandles()),
+                    sync=task.id,
                     proof=proof,
                     group=group.name,
                     senders=senders if known.is_sent_to else "",

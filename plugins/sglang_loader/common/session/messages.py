@@ -68,7 +68,7 @@ import msgspec
 from sglang_loader.common.regions.read import Size
 from sglang_loader.common.shared_memory import BufferHandle
 
-SESSION_VERSION = 23
+SESSION_VERSION = 24
 SESSION_FORMAT = "sglang_loader.session"
 """`load_format` of the request that opens a session. The request has a descriptor for each TP rank.
 """
@@ -117,6 +117,7 @@ class SessionDescriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         version: `SESSION_VERSION` of the trainer.
         endpoint: zmq address that the trainer rank has bound.
         token: a random text that each message must carry.
+        sync: a random text, the same for all sessions in which a sync brings the same weights.
         timeout_s: longest silence that either side tolerates, in seconds.
         uses_plan: if True, replay a load plan, or make one. If False, load every bucket with the
             model's own `load_weights`.
@@ -132,6 +133,7 @@ class SessionDescriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     version: int
     endpoint: str
     token: str
+    sync: str
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_TIMEOUT_S)]
     uses_plan: bool
     manifest_check: ManifestCheck

@@ -1,0 +1,94 @@
+"""A TP rank that fails before its session tells the trainer of a valid invitation, and no other."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_loader.common.session.channel import trainer_end_on_network
+from sglang_loader.common.session.messages import (
+    SESSION_VERSION,
+    Failed,
+    SessionDescriptor,
+    encode_descriptor,
+    signed,
+)
+from sglang_loader.hooks import update_groups, weights
+from sglang_loader.session import serve
+
+SECRET, LIMIT_S = b"of the group", 5.0
+
+
+@pytest.fixture
+def trainer():
+    with trainer_end_on_network("127.0.0.1") as channel:
+        channel.begin("token", timeout_s=LIMIT_S)
+        yield channel
+
+
+@pytest.fixture(autouse=True)
+def engine(monkeypatch):
+    monkeypatch.setattr(update_groups, "update_groups", lambda _: {"g": object()})
+    monkeypatch.setattr(update_groups, "_secrets", {"g": SECRET})
+    monkeypatch.setattr(weights, "entry_bytes", lambda data: data)
+    monkeypatch.setattr(weights, "TPRanks", lambda _: SimpleNamespace(rank=0))
+    monkeypatch.setattr(serve, "tp_rank", lambda: 0)
+    unmapped = []
+    monkeypatch.setattr(serve.mapped, "release_all", lambda: unmapped.append(True))
+    return unmapped
+
+
+class Update:
+    """An update whose models have no loader, so that no session is made."""
+
+    models = (None,)
+    flush = begin_writing = begin_bucket = None
+    failure_kind = "other"
+
+    def run(self, load, await_commit, report):
+        _, failure = weights.run_step(load)
+        report(failure)
+        return [failure]
+
+
+def serve_once(descriptor):
+    request = SimpleNamespace(serialized_named_tensors=[encode_descriptor(descriptor)], rid=None)
+    updater = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=None))
+    return weights._serve_session(Update(), updater, request)
+
+
+def invitation(trainer, group="g"):
+    return SessionDescriptor(
+        version=SESSION_VERSION,
+        endpoint=trainer.endpoint,
+        token="token",
+        sync="",
+        timeout_s=LIMIT_S,
+        uses_plan=True,
+        manifest_check="off",
+        proof="none",
+        syncs_draft=False,
+        group=group,
+    )
+
+
+def test_trainer_of_a_signed_invitation_is_told_once(trainer, engine):
+    descriptor = signed(invitation(trainer), SECRET)
+    (failure,) = serve_once(descriptor)
+    message = trainer.receive()
+    assert isinstance(message, Failed) and message.traceback == f"TP rank 0: {failure}"
+    assert engine == [True]
+    serve_once(descriptor)  # a proxy repeats it
+    assert engine == [True]
+
+
+@pytest.mark.parametrize("secret", [b"another", None])
+def test_no_other_process_is_connected_to(trainer, engine, secret):
+    descriptor = invitation(trainer, group="g" if secret else "unknown")
+    (failure,) = serve_once(signed(descriptor, secret or SECRET))
+    assert "signature" in failure or "not in group" in failure
+    assert not trainer.wait(0.5) and not trainer.has_heard and not engine
+
+
+def test_no_address_of_another_host_without_a_group(trainer, engine):
+    serve_once(invitation(trainer, group=""))
+    assert not trainer.wait(0.5) and not engine
