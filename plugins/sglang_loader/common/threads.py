@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from functools import partial
 from queue import SimpleQueue
 from typing import TypeVar
 
@@ -26,8 +27,7 @@ def in_thread(step: Callable[[Future[Result]], Result], name: str) -> Future[Res
     and may check whether the future was cancelled.
     """
     future: Future[Result] = Future()
-    run = _finishing(step, future)
-    threading.Thread(target=run, daemon=True, name=name).start()
+    threading.Thread(target=_finish, args=(step, future), daemon=True, name=name).start()
     return future
 
 
@@ -46,21 +46,16 @@ def in_kept_thread(step: Callable[[Future[Result]], Result], name: str) -> Futur
     except IndexError:
         steps = SimpleQueue()
         threading.Thread(target=_run_steps, args=(steps,), daemon=True, name=name).start()
-    steps.put(_finishing(step, future))
+    steps.put(partial(_finish, step, future))
     return future
 
 
-def _finishing(
-    step: Callable[[Future[Result]], Result], future: Future[Result]
-) -> Callable[[], None]:
-    def run() -> None:
-        with suppress(InvalidStateError):  # the future was cancelled
-            try:
-                future.set_result(step(future))
-            except Exception as error:
-                future.set_exception(error)
-
-    return run
+def _finish(step: Callable[[Future[Result]], Result], future: Future[Result]) -> None:
+    with suppress(InvalidStateError):  # the future was cancelled
+        try:
+            future.set_result(step(future))
+        except Exception as error:
+            future.set_exception(error)
 
 
 def _run_steps(steps: SimpleQueue[Callable[[], None]]) -> None:
