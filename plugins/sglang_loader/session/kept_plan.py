@@ -290,6 +290,7 @@ class KeptPlan:
     def trust(self) -> None:
         """End a doubt, after the good proof of a route. Save the plan, unless it is a saved one."""
         was_unproven = self.is_unproven
+        self.before_proof = None
         self._set_trust(_Trust.CHECKED)
         plan, backup = self.plan, backup_of(self._model)
         if plan is None:

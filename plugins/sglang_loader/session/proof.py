@@ -147,8 +147,6 @@ class SessionProof:
         self.differing = held.differing()
         is_saved = any(loader.kept.is_unproven for loader in self._loaders)
         if not self.differing:
-            for loader in self._loaders:
-                loader.kept.before_proof = None
             if self._proves_route:
                 self._trust_plans(held.held)
             self.later_proof = "later" if held.has_alike else "none"
