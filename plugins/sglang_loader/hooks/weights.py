@@ -136,7 +136,6 @@ def _serve_session(update: WeightUpdate, updater: Any, request: Any) -> list[str
     """Serve one session, and return the failures of all ranks."""
     # At most one session, added when its load was good.
     sessions: list[Session] = []
-    may_report = False
 
     def descriptor_of_rank() -> SessionDescriptor:
         return decode_descriptor(
@@ -149,15 +148,11 @@ def _serve_session(update: WeightUpdate, updater: Any, request: Any) -> list[str
         update.manifest_check = descriptor.manifest_check
         update.syncs_draft = descriptor.syncs_draft
         update.proof = descriptor.proof
-        # The trainer of a repeated request is at work. Of a group, the signature is checked first.
-        may_report = not was_served(descriptor) and not descriptor.group
 
     def load() -> None:
-        nonlocal may_report
         if descriptor is None:
             raise SessionError(f"the request has no session descriptor for this rank\n{reason}")
         groups = groups_of(updater.tp_worker.model_runner, descriptor)
-        may_report = not was_served(descriptor)
         steps = SessionSteps(
             after_join=update.flush,
             before_writing=update.begin_writing,
@@ -165,7 +160,6 @@ def _serve_session(update: WeightUpdate, updater: Any, request: Any) -> list[str
         )
         wants_proof = bool(facts_of(request).get("wants_proof"))
         session = Session(descriptor, update.models, steps, *groups, wants_proof=wants_proof)
-        may_report = False  # an open session reports its own failure
         try:
             session.load()
         except Exception as error:
@@ -180,7 +174,9 @@ def _serve_session(update: WeightUpdate, updater: Any, request: Any) -> list[str
         return session.await_commit()
 
     def report(failure: str) -> None:
-        if descriptor is not None and may_report:
+        # An open session has reported its failure. The trainer of a repeated request is at work.
+        if descriptor is not None and not was_served(descriptor):
+            groups_of(updater.tp_worker.model_runner, descriptor)  # the address may be forged
             report_unopened(descriptor, failure)
 
     failures = update.run(load, await_commit, report)

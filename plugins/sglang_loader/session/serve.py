@@ -118,7 +118,6 @@ class Session:
     ) -> None:
         if was_served(descriptor):
             raise SessionError("the same request has come before: it is not executed again")
-        _served_descriptors.append(descriptor)
         self._descriptor = descriptor
         self._wants_proof = wants_proof
         self._steps = steps
@@ -145,6 +144,7 @@ class Session:
         self._seconds = dict.fromkeys(("waiting", "launching", "copying"), 0.0)
         self._has_released = self._has_failed = False
         self._channel = engine_end(descriptor.endpoint, is_signed=bool(descriptor.group))
+        _served_descriptors.append(descriptor)
 
     @property
     def differing(self) -> Sequence[str]:
@@ -453,7 +453,7 @@ def _expected(kind: type[Message], message: FromTrainer) -> Message:
 
 
 def was_served(descriptor: SessionDescriptor) -> bool:
-    """Return True if a proxy has repeated the request of a session."""
+    """Return True if a session was made of this descriptor, or its failure was reported."""
     return descriptor in _served_descriptors
 
 
