@@ -122,7 +122,9 @@ class Remote:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
         log = self.log.read_text(errors="replace")
         crash = log.rfind("Fatal Python error")  # the names of all modules come last
-        return f"{how}:\n{log[-4000:] if crash < 0 else log[crash : crash + 8000]}"
+        # A native library says why it aborts in the lines before.
+        words = log[-4000:] if crash < 0 else log[max(0, crash - 2000) : crash + 8000]
+        return f"{how}:\n{words}"
 
 
 def finish(processes: Sequence[Remote], limit_s: float) -> list[Outcome | None]:
