@@ -23,7 +23,7 @@ from verl_sglang_sync.report import SyncReport
 
 NUM_BUCKETS, NUM_TENSORS, NUM_BYTES = 8, 399, 16_381_470_720
 ONE_TAG: StageCosts = {"weights": {"seconds": [0.02], "gpu_bytes": [NUM_BYTES], "host_bytes": [0]}}
-STAGES = ("open", "confirm", "open", "load", "commit", "publish", "learn")
+STAGES = ("open", "confirm", "open", "load", "publish", "learn")
 
 
 def report_one(file: Path) -> None:

@@ -68,7 +68,11 @@ class Worker:
             self.update()
 
         return SimpleNamespace(
-            load=load, await_commit=lambda: True, conclude=lambda *_: None, differing=[]
+            load=load,
+            await_commit=lambda: True,
+            stop_reading=lambda: None,
+            conclude=lambda *_: None,
+            differing=[],
         )
 
 

@@ -9,7 +9,7 @@ METRICS = {
     "training/rollout_probs_diff_max": 1e-7,
     "training/rollout_actor_probs_pearson_corr": 1.0,
 }
-FIRST = ("resume_weights", "open", "export", "pack", "load", "commit", "publish", "learn")
+FIRST = ("resume_weights", "open", "export", "pack", "load", "publish", "learn")
 LATER = ("release", "resume_weights", "open", "confirm", "load", "publish", "resume_kv_cache")
 
 

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from unittest import mock
 from unittest.mock import Mock
 
 import pytest
@@ -207,6 +208,30 @@ def test_what_was_committed_is_published(event, trainer, ring):
     assert not trainer._channel.has_message(), "the next session would read it"
     for name, tensor in WEIGHTS.items():
         assert torch.equal(engine.model.get_parameter(name).detach(), tensor)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_tp_ranks_agree_while_the_device_copies(event, trainer, ring, fails):
+    """After a failure of another rank the device is waited for before memory is unmapped."""
+    waited, unmap = [], mapped_memory.MappedMemory.release
+
+    def after_load():
+        waited.append(event.waited)
+        assert not fails, "another TP rank has failed"
+
+    def note_and_unmap(mapped):
+        waited.append(event.waited)
+        unmap(mapped)
+
+    engine = joined(trainer, after_load=after_load)
+    with mock.patch.object(mapped_memory.MappedMemory, "release", note_and_unmap):
+        send_all(trainer, ring)
+        if not fails:
+            wait_until_loaded(trainer)
+            trainer.commit(lambda: None, is_last=True)
+        engine.join(20)
+    assert waited[:2] == [False, True]
+    assert engine.has_served != fails
 
 
 @pytest.mark.parametrize("has_committed", [False, True])

@@ -18,7 +18,7 @@ from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.trainer_ranks import TrainerRanks
 
 UPDATE = ("update", "1")
-SYNC = {"sync", "open", "export", "pack", "load", "commit", "publish", "reply"}
+SYNC = {"sync", "open", "export", "pack", "load", "publish", "reply"}
 HANDOVER = [("free trainer",), ("barrier",)]
 SLEEP = ("release", "kv_cache", "weights")
 

@@ -31,7 +31,9 @@ def engine(monkeypatch):
     monkeypatch.setattr(update_groups, "update_groups", lambda _: {"g": object()})
     monkeypatch.setattr(update_groups, "_secrets", {"g": SECRET})
     monkeypatch.setattr(weights, "entry_bytes", lambda data: data)
-    monkeypatch.setattr(weights, "TPRanks", lambda _: SimpleNamespace(rank=0))
+    monkeypatch.setattr(
+        weights, "TPRanks", lambda _: SimpleNamespace(rank=0, gather=lambda item: [item])
+    )
     monkeypatch.setattr(serve, "tp_rank", lambda: 0)
     unmapped = []
     monkeypatch.setattr(serve.mapped, "release_all", lambda: unmapped.append(True))
@@ -93,3 +95,30 @@ def test_no_other_process_is_connected_to(trainer, engine, secret):
 def test_no_address_of_another_host_without_a_group(trainer, engine):
     serve_once(invitation(trainer, group=""))
     assert not trainer.wait(0.5) and not engine
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_no_rank_answers_while_another_still_reads(trainer, engine, monkeypatch, breaks):
+    """If another TP rank has failed, this one's device may still copy."""
+    steps = []
+
+    def stop_reading():
+        steps.append("stop")
+        assert not breaks, "the device failed"
+
+    def meet(item):
+        steps.append("meet")
+        return [item]
+
+    session = SimpleNamespace(
+        load=lambda: None,
+        stop_reading=stop_reading,
+        conclude=lambda *_: steps.append("conclude"),
+        differing=[],
+    )
+    monkeypatch.setattr(weights, "Session", lambda *_, **__: session)
+    monkeypatch.setattr(weights, "TPRanks", lambda _: SimpleNamespace(rank=0, gather=meet))
+    monkeypatch.setattr(Update, "run", lambda _, load, *__: load() or ["TP rank 1: it failed"])
+    failures = serve_once(signed(invitation(trainer), SECRET))
+    assert failures == ["TP rank 1: it failed"]
+    assert steps == ["stop", "meet", "conclude"]

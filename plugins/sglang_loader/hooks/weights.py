@@ -7,8 +7,9 @@ fails with rank and traceback.
     update = WeightUpdate(updater, request)
     failures = update.run(load, await_commit)   # on every TP rank; the same list on all of them
 
-`load` receives the whole sync. When all ranks have loaded and judged the sync, `await_commit` waits
-for the trainer's Commit. An exception in either ends neither the process nor the other ranks.
+`load` receives the whole sync, and launches the loads. When all ranks have done that and judged the
+sync, `await_commit` waits for the device and for the trainer's Commit. An exception in either ends
+neither the process nor the other ranks.
 Requests are served again when all ranks agree on three facts: the sync is complete, fits the model,
 and was committed. With `manifest_check` off, the ranks judge a sync only if a failed sync may have
 left a gap.
@@ -180,6 +181,12 @@ def _serve_session(update: WeightUpdate, updater: Any, request: Any) -> list[str
             report_unopened(descriptor, failure)
 
     failures = update.run(load, await_commit, report)
+    if failures:
+        # Another TP rank has failed, and the device of this one may still copy. No rank answers
+        # before: the trainer would write to memory that is being read.
+        for session in sessions:
+            run_step(session.stop_reading)
+        TPRanks(updater).gather(None)
     for session in sessions:
         session.conclude(failures, update.failure_kind)
     return failures

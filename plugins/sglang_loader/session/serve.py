@@ -2,8 +2,9 @@
 
 `hooks.weights` has each TP worker serve a `Session` for the request that opens the session:
 
-    session.load()               # until the device has every byte
-    session.await_commit()       # all TP ranks have loaded: report that, and wait for the Commit
+    session.load()               # until all loads are launched
+    session.await_commit()       # once all TP ranks have launched theirs: wait for the device,
+                                 # report that this rank has loaded, and wait for the Commit
     session.conclude(failures)   # report the outcome of all TP ranks
 
 A *load* is one bucket, or what the copy table reads of mapped shards, or one round of sent shards.
@@ -152,7 +153,9 @@ class Session:
         return self._proof.differing if self._proof is not None else ()
 
     def load(self) -> None:
-        """Load until this rank has every byte and reads nothing of the trainer's memory any more.
+        """Launch all loads of the session.
+
+        On return the device may still copy. What the TP ranks do next takes no time of a sync.
 
         Raises:
             Differs: the session proves a route, and has left other bytes than the engine held.
@@ -163,10 +166,11 @@ class Session:
         self._channel.begin(self._descriptor.token, timeout_s=self._limit_s)
         with self._reporting_failure():
             self._load_all()
-            self._release_buffers()
 
     def await_commit(self) -> bool:
-        """Report that all TP ranks have loaded, and wait for the trainer's Commit.
+        """Wait for the device, report that this rank has loaded, and wait for the trainer's Commit.
+
+        Call this when all TP ranks have launched their loads.
 
         Returns:
             True if this is the last session of the sync: requests may run after it.
@@ -176,6 +180,7 @@ class Session:
         """
         assert self._outcome is not None, "nothing was loaded"
         with self._reporting_failure():
+            self._wait_for_device()
             self._channel.send(
                 messages.Loaded,
                 **asdict(self._outcome),
@@ -184,6 +189,7 @@ class Session:
                 host=host_id(),
                 seconds=dict(self._seconds),
             )
+            self.stop_reading()  # while the trainer reads the message
             commit = _expected(messages.Commit, self._channel.receive())
         return commit.is_last
 
@@ -197,7 +203,7 @@ class Session:
             # After a failed sync the trainer sends every handle anew. If the trainer is dead, its
             # memory is freed only when no process maps it.
             try:
-                self._release_buffers()
+                self.stop_reading()
                 self._mapped.release_all()
             finally:  # the device itself may be what failed
                 self._has_failed = True
@@ -205,6 +211,22 @@ class Session:
                 with suppress(SessionError), self._channel:  # the trainer may be what is gone
                     self._channel.send(messages.Failed, traceback=text, failure=kind_of(error))
             raise
+
+    def stop_reading(self) -> None:
+        """Wait for the device, and unmap the trainer's memory but what the trainer asked to keep.
+
+        Only the first call does something.
+        """
+        if self._has_released:
+            return
+        self._has_released = True
+        # After a failure the device may still read them.
+        synchronize(self._device)
+        for loader in self._loaders:
+            loader.let_go()
+        self._mapped.release()
+        if self._received is not None:
+            self._received.release()
 
     def conclude(self, failures: Sequence[str], kind: messages.FailureKind = "other") -> None:
         """Report the outcome on all TP ranks to the trainer: the failures, or success.
@@ -216,6 +238,7 @@ class Session:
         if failures:
             if self._proof is not None:
                 self._proof.undo()
+            self.stop_reading()
             self._mapped.release_all()
         with suppress(SessionError), self._channel:  # the reply to the request reports it, too
             if failures:
@@ -256,9 +279,10 @@ class Session:
             elif isinstance(message, messages.Store):
                 self._mapped.store(message.data)
             elif isinstance(message, messages.Finish):
-                self._load_remaining()
+                self._launch_remaining()
                 self._outcome = self._finish(message)
                 if self._proof is not None:
+                    self._wait_for_device()
                     with self._spending("proving"):
                         self._proof.end()
                 for loader in self._loaders:
@@ -323,16 +347,18 @@ class Session:
             raise SessionError("the trainer's parameters lie in memory of another host")
         return self._mapped
 
-    def _load_remaining(self) -> None:
-        """Load all that was announced, wait for the device, and report the loads."""
+    def _launch_remaining(self) -> None:
+        """Launch all that was announced."""
         while self._announced or self._begun:
             self._advance()
             if self._channel.has_message():
                 _expected(messages.Abort, self._channel.receive())
-        if self._in_flight:
-            with self._spending("copying"):
-                synchronize(self._device)
-            self._report_finished()
+
+    def _wait_for_device(self) -> None:
+        """Wait until the device has loaded all that was launched, and report that."""
+        with self._spending("copying"):
+            synchronize(self._device)
+        self._report_finished()
 
     @contextmanager
     def _spending(self, stage: str) -> Iterator[None]:
@@ -418,7 +444,6 @@ class Session:
             raise SessionError("the trainer sent no tensor")
         _check_distinct(tuple(self._loaded))
         outcomes = [loader.finish() for loader in self._loaders]
-        synchronize(self._device)
         # The trainer plans by the model that can do the least.
         least = min(outcomes, key=attrgetter("has_plan", "num_replayed"))
         logger.info(
@@ -428,19 +453,6 @@ class Session:
             f": {least.reason}" if least.reason else "",
         )
         return least
-
-    def _release_buffers(self) -> None:
-        """Unmap the trainer's memory, except for buffers that the trainer asked to keep."""
-        if self._has_released:
-            return
-        self._has_released = True
-        # A bucket that failed midway is not in flight, but the device may still read its buffer.
-        synchronize(self._device)
-        for loader in self._loaders:
-            loader.let_go()
-        self._mapped.release()
-        if self._received is not None:
-            self._received.release()
 
 
 def _expected(kind: type[Message], message: FromTrainer) -> Message:

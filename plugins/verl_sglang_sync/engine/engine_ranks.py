@@ -206,17 +206,23 @@ def waiting(
 
     Args:
         holds: the condition.
+        limit_s: longest time without progress of any session, in seconds.
         late: what was waited for, in the error.
     """
-    deadline = time.monotonic() + limit_s
+    deadline, progress = 0.0, -1
 
     def wait_once() -> bool | None:
+        nonlocal deadline, progress
         pause = time.monotonic() + AGREE_EVERY_S
         while True:
             poll(engine_ranks)
             unready = next((e for e in engine_ranks if not holds(e.session)), None)
             if unready is None:
                 return True
+            # An engine that goes on reading is not silent: each step of it begins the limit anew.
+            made = sum(e.session.num_receiving + e.session.num_done for e in engine_ranks)
+            if made > progress:
+                deadline, progress = time.monotonic() + limit_s, made
             if time.monotonic() > deadline:
                 with unready.naming_errors():
                     raise PeerLost(f"{late} within {limit_s:g} s")
@@ -240,17 +246,6 @@ def wait_for(
         EngineFailed: with the engine's traceback.
         SessionError: an engine is gone, silent, or broke the protocol.
     """
-    deadline, progress = time.monotonic() + limit_s, -1
-    while True:
-        poll(engine_ranks)
-        waiting = next((e for e in engine_ranks if not holds(e.session)), None)
-        if waiting is None:
-            return
-        # An engine that goes on reading is not silent: each step of it begins the limit anew.
-        made = sum(e.session.num_receiving + e.session.num_done for e in engine_ranks)
-        if made > progress:
-            deadline, progress = time.monotonic() + limit_s, made
-        if time.monotonic() > deadline:
-            with waiting.naming_errors():
-                raise PeerLost(f"no message from the engine within {limit_s:g} s")
-        waiting.session.wait_briefly()
+    wait_once = waiting(engine_ranks, holds, limit_s, "no message from the engine")
+    while wait_once() is None:
+        pass

@@ -6,7 +6,7 @@ with TrainerSession(sockets, settings, names) as session:
     slot = session.map_buffer(storage, keep=False)
     session.load(0, bucket, slot)
     session.finish(num_tensors=3)
-    ...                                   # until session.loaded, see `engine_ranks.wait_for`
+    ...                                   # until session.loaded, see `engine_ranks.waiting`
     session.commit(watch, is_last=True)   # once all ranks have come so far
     session.wait_until_published()
 """

@@ -5,7 +5,7 @@ engines.open(stack, sessions.engine_ranks, task, proof)   # the requests have le
 sessions.wait_joined(can_prove=True)         # all ranks: every engine rank has joined
 sessions.check_plans(proves=False)           # with what the route was proven with
 sessions.send(source)                        # each rank at its own pace
-sessions.finish(meanwhile)                   # its engine ranks have read all
+sessions.finish()                            # everything was announced to its engine ranks
 loaded = sessions.wait_until_loaded()        # all ranks: every engine reports that it has loaded
 sessions.commit(is_last=True)                # once all ranks have come so far
 sessions.wait_for_replies(defers_reply=False)   # all ranks leave together
@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -27,7 +27,7 @@ from sglang_loader.common.ranks import Interrupted, Ranks, RanksFailed, attempt
 from sglang_loader.common.session.messages import Loaded, PeerLost
 from sglang_loader.common.shared_memory import BufferHandle, drop_references, is_counted_here
 from verl_sglang_sync.config import WeightSyncConfig
-from verl_sglang_sync.engine.engine_ranks import EngineRank, OpeningRequest, wait_for, waiting
+from verl_sglang_sync.engine.engine_ranks import EngineRank, OpeningRequest, waiting
 from verl_sglang_sync.engine.server_client.errors import ReplyLost, ServerUnreachable
 from verl_sglang_sync.engine.session import (
     EngineCannotMap,
@@ -224,21 +224,12 @@ class Sessions:
         if not self.sent.num_buckets:
             raise ValueError("the trainer exported no tensor")
 
-    def finish(self, meanwhile: Callable[[], None]) -> None:
-        """Call `meanwhile` while this rank's engine ranks read to the end."""
-
-        def has_read_all(session: TrainerSession) -> bool:
-            return session.num_done == session.num_loads
-
+    def finish(self) -> None:
+        """Report to this rank's engine ranks that everything was announced."""
         # The engines check the number of tensors: a lost message must not end a sync early.
         for engine_rank in self.engine_ranks:
             with engine_rank.naming_errors():
                 engine_rank.session.finish(num_tensors=self.sent.num_tensors)
-        # This rank would only wait now. `meanwhile` costs time only if the engine ranks are faster.
-        meanwhile()
-        limit_s = self.settings.request_timeout_s
-        with self.report.stage("load"):
-            wait_for(self.engine_ranks, has_read_all, limit_s)
 
     def wait_until_loaded(self) -> list[Loaded]:
         """Wait until all ranks' engine ranks report how they have loaded.
@@ -250,12 +241,12 @@ class Sessions:
         def has_loaded(session: TrainerSession) -> bool:
             return session.loaded is not None
 
-        # An engine rank reports only once all TP ranks of its engine have loaded, which other
-        # trainer ranks may have failed to bring about.
+        # An engine rank reports only once all TP ranks of its engine have got everything, which
+        # other trainer ranks may have failed to bring about.
         limit_s = self.settings.request_timeout_s
         have_loaded = waiting(self.engine_ranks, has_loaded, limit_s, "not loaded")
         # The stage ends when all agree to commit. Commit itself is sent in stage "publish".
-        with self.report.stage("commit"):
+        with self.report.stage("load"):
             self.ranks.poll(
                 have_loaded, same=self.sent, differ="the trainer ranks exported different tensors"
             )

@@ -22,7 +22,6 @@ import logging
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain
 from operator import attrgetter
 
@@ -418,7 +417,9 @@ class WeightSync:
                     raise
                 source.drain()
                 learns = sync_pass.may_be_followed and is_exported
-                sessions.finish(partial(self._prepare_to_learn, task, learns))
+                sessions.finish()
+                # This rank would only wait now. This costs time only if the engines are faster.
+                self._prepare_to_learn(task, learns)
                 loaded = sessions.wait_until_loaded()  # [all]
                 self._record_loaded(loaded, report)
                 # Before Commit, which names the session that follows, and after which `on_fallback`

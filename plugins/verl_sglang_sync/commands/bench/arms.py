@@ -32,7 +32,7 @@ from verl_sglang_sync.trainer_ranks import TrainerRanks
 BUCKET_BYTES = 2048 << 20
 SYNC_STAGES = (
     *("open", "export", "confirm", "plan", "gather", "pack", "send", "load"),
-    *("learn", "commit", "publish", "reply", "prove"),
+    *("learn", "publish", "reply", "prove"),
 )
 COUNTS = (
     *("num_buckets", "num_replayed", "num_pulled", "num_exchanged", "num_sent"),

@@ -34,7 +34,6 @@ STAGES = (
         "send",
         "confirm",
         "load",
-        "commit",
         "publish",
         "reply",
         "learn",
