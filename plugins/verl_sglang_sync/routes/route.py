@@ -12,11 +12,11 @@ is collective:
     route.wants_comparison(export)  if the route has no source                 all
     source.start()                  while the engines join                     export
     source.send(sessions)           after all engines have joined              export, rounds
-    source.confirm()                after that. If it raises an error, no      none
-                                    engine serves the weights
-    source.drain()                  after `confirm`, or after a failure        export, rounds
-                                    between `start` and `confirm`, unless a
+    source.drain()                  after `send`, or after a failure           export, rounds
+                                    between `start` and `drain`, unless a
                                     rank is lost
+    source.confirm()                while the engines load. If it raises an    none
+                                    error, no engine serves the weights
     route.prepare_to_learn(export)  if exported, while the engines load        none
     route.learn(export)             if exported, after all engines have loaded     all
     source.end()                    when the engines serve the new weights     none

@@ -408,8 +408,6 @@ class WeightSync:
                             if source.is_collective:
                                 ranks.check()  # [all]
                     sessions.send(source)  # [all] in an export, or if shards are sent
-                    # While the engines copy. Nothing is published before Commit.
-                    source.confirm()
                 except RankLost:
                     raise  # the rest of the export would wait for that rank
                 except BaseException:
@@ -418,7 +416,8 @@ class WeightSync:
                 source.drain()
                 learns = sync_pass.may_be_followed and is_exported
                 sessions.finish()
-                # This rank would only wait now. This costs time only if the engines are faster.
+                # While the engines copy. Nothing is published before Commit.
+                source.confirm()
                 self._prepare_to_learn(task, learns)
                 loaded = sessions.wait_until_loaded()  # [all]
                 self._record_loaded(loaded, report)
