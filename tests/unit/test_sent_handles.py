@@ -6,6 +6,7 @@ A file with counters as torch has them stands for a GPU's: 1 until a handle's re
 import os
 import struct
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -99,6 +100,41 @@ class Trainer:
         finally:
             engine.close()
         return opened
+
+
+def leave(spare):
+    with engine_end(spare.endpoint):
+        pass
+    while not spare.is_peer_gone:
+        pass
+
+
+def close_in_a_fork(spare):
+    if (child := os.fork()) == 0:
+        spare.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+
+
+CHANGES = {
+    "nothing": lambda spare: None,
+    "a forked child ends": close_in_a_fork,
+    "a cleaner removes it": lambda spare: Path(spare.endpoint.removeprefix("ipc://")).unlink(),
+    "somebody was there": leave,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_next_socket_is_prepared(change):
+    sockets = SessionSockets()
+    sockets.prepare()
+    spare = sockets._spare
+    sockets.prepare()
+    assert sockets._spare is spare
+    CHANGES[change](spare)
+    with sockets.open() as opened, engine_end(opened.endpoint):
+        assert (opened is spare) == (change in ("nothing", "a forked child ends"))
+    assert sockets._spare is None
 
 
 def test_what_a_dead_engine_was_given_is_dropped(counters):

@@ -89,12 +89,22 @@ class SessionSockets:
     def __init__(self, host: str | None = None) -> None:
         self._host = host
         self._folder: SessionFolder | None = None
+        self._spare: Channel[FromEngine] | None = None
 
     def open(self) -> Channel[FromEngine]:
         """Open a socket for another session."""
         if self._host is not None:
             return trainer_end_on_network(self._host)
+        spare, self._spare = self._spare, None
+        # A cleaner of temporary files may have removed it, or the folder.
+        if spare is not None and spare.is_in_place:
+            return spare
         return trainer_end(self.folder.new_endpoint())
+
+    def prepare(self) -> None:
+        """Open the socket of the next session. Call this when this thread would only wait."""
+        if self._host is None and self._spare is None:
+            self._spare = trainer_end(self.folder.new_endpoint())
 
     @property
     def folder(self) -> SessionFolder:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from sglang_loader.common.ranks import attempt
 from sglang_loader.common.session.folder import SessionFolder, remove_orphans
 from sglang_loader.common.session.messages import Proof
 from sglang_loader.common.shared_memory import BufferHandle
@@ -88,6 +89,10 @@ class ColocatedEngine:
             # One request for all TP ranks. Each takes the descriptor at its own position.
             request.post([descriptors[rank] for rank in of_replica])
 
+    def prepare_next(self) -> None:
+        """Prepare the next session if possible. Call this when this thread would only wait."""
+        attempt(self.sockets.prepare)  # the next `open` reports an error that lasts
+
     def delivery(self, engine_ranks: Sequence[EngineRank], report: SyncReport) -> Delivery:
         """Return the delivery of an export's buckets to these engine ranks."""
         return MappedDelivery(engine_ranks, self._settings, report)
@@ -144,6 +149,9 @@ class RemoteEngines:
             senders = self._sending.name
         if group is not None:
             self._open_sessions(group, senders, stack, task, proof, engine_ranks)
+
+    def prepare_next(self) -> None:
+        """Prepare nothing: the engines of the next sync may be others."""
 
     def delivery(self, engine_ranks: Sequence[EngineRank], report: SyncReport) -> Delivery:
         """Return the delivery of an export's buckets to these engine ranks."""

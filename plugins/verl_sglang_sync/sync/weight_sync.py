@@ -419,6 +419,7 @@ class WeightSync:
                 # While the engines copy. Nothing is published before Commit.
                 source.confirm()
                 self._prepare_to_learn(task, learns)
+                self._engines.prepare_next()
                 loaded = sessions.wait_until_loaded()  # [all]
                 self._record_loaded(loaded, report)
                 # Before Commit, which names the session that follows, and after which `on_fallback`

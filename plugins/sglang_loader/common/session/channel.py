@@ -13,6 +13,7 @@ Abort overtakes the messages that wait, and these are dropped once the trainer i
 from __future__ import annotations
 
 import hmac
+import os
 import time
 import weakref
 from collections import deque
@@ -70,7 +71,7 @@ class Channel(Generic[Received]):
         self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(events)
         is_file = bind and endpoint.startswith("ipc://")
         path = Path(endpoint.removeprefix("ipc://")) if is_file else None
-        self._close = weakref.finalize(self, _close, self._socket, self._monitor, path)
+        self._close = weakref.finalize(self, _close, self._socket, self._monitor, path, os.getpid())
         self._close.atexit = False
         try:
             if bind:
@@ -101,6 +102,11 @@ class Channel(Generic[Received]):
         """True if the peer has closed its end, or is dead."""
         self._look_at_peer()
         return self._is_peer_gone
+
+    @property
+    def is_in_place(self) -> bool:
+        """True if the trainer's end in a folder can still be found, and had no peer that left."""
+        return Path(self.endpoint.removeprefix("ipc://")).is_socket() and not self.is_peer_gone
 
     @property
     def bound_to(self) -> str:
@@ -237,8 +243,12 @@ class Channel(Generic[Received]):
         self.close()
 
 
-def _close(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes], bound_at: Path | None) -> None:
+def _close(
+    socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes], bound_at: Path | None, owner: int
+) -> None:
     """Close the sockets, also of a channel that was never closed."""
+    if os.getpid() != owner:  # a forked child of its owner, to which they still belong
+        return
     # In this order: an event for a monitor that is closed first would block zmq's thread, and every
     # socket of the process, for ever.
     socket.disable_monitor()
