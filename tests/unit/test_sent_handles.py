@@ -16,7 +16,12 @@ from sglang_loader.common.session import messages
 from sglang_loader.common.session.channel import engine_end
 from sglang_loader.common.shared_memory import CudaHandle, drop_references
 from support.settings import settings_of
-from verl_sglang_sync.engine.session import SentHandles, SessionSockets, TrainerSession
+from verl_sglang_sync.engine.session import (
+    BlockNotMapped,
+    SentHandles,
+    SessionSockets,
+    TrainerSession,
+)
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.sources.memory_blocks import BlockNames
 from verl_sglang_sync.sync.sessions import Sessions
@@ -135,6 +140,24 @@ def test_the_next_socket_is_prepared(change):
     with sockets.open() as opened, engine_end(opened.endpoint):
         assert (opened is spare) == (change in ("nothing", "a forked child ends"))
     assert sockets._spare is None
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_mapped_blocks_are_announced_as_others(keep):
+    """Without a handle for any of them, as in most syncs."""
+    announced = []
+    for mapped, handles in (("abc", {}), ("ab", {"c": handle(0)})):
+        with TrainerSession(SessionSockets(), SETTINGS, BlockNames()) as session:
+            session._mapped = set(mapped)
+            session.map_blocks("abc", handles, keep=keep)
+            announced.append([(each.slot, each.name, each.keep) for each in session._unsent])
+            assert session._slots == {"a": 0, "b": 1, "c": 2}
+            assert session._kept == set("abc" if keep else "")
+    assert announced[0] == announced[1]
+    session = TrainerSession(SessionSockets(), SETTINGS, BlockNames())
+    with session, pytest.raises(BlockNotMapped, match="block c"):
+        session._mapped = set("ab")
+        session.map_blocks("abc", {}, keep=keep)
 
 
 def test_what_a_dead_engine_was_given_is_dropped(counters):

@@ -145,13 +145,14 @@ class MappedMemory:
 
     def release(self) -> None:
         """Unmap the buffers that the session did not ask to keep."""
-        kept = {name: self._mapped[name] for name in self._kept}
-        if len(kept) < len(self._mapped):
-            self._sources.clear()
-        is_kept = set(map(id, kept.values()))
+        kept, self._kept, self._slots = self._kept, set(), {}
+        if kept == self._mapped.keys():
+            return
+        self._sources.clear()
+        self._mapped = {name: self._mapped[name] for name in kept}
+        is_kept = set(map(id, self._mapped.values()))
         if self._shards is not None and any(id(b) not in is_kept for b in self._shards.blocks):
             self._shards = None
-        self._mapped, self._kept, self._slots = kept, set(), {}
 
     def release_all(self) -> None:
         """Unmap every buffer, also those that the trainer asked to keep."""

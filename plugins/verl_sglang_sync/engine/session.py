@@ -14,9 +14,10 @@ with TrainerSession(sockets, settings, names) as session:
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -121,13 +122,18 @@ class SentHandles:
 
     def __init__(self) -> None:
         self._by_block: dict[str, list[BufferHandle]] = {}
+        self._has_new = False  # since the last `keep_only`
         self.elsewhere: list[BufferHandle] = []
 
     def add(self, block: str, handle: BufferHandle) -> None:
+        self._has_new = True
         self._by_block.setdefault(block, []).append(handle)
 
-    def keep_only(self, blocks: Collection[str]) -> None:
+    def keep_only(self, blocks: Set[str]) -> None:
         """Keep only the last handle of each of these blocks."""
+        if not self._has_new and self._by_block.keys() <= blocks:
+            return
+        self._has_new = False
         # The engine has dropped the others.
         held = self._by_block.items()
         self._by_block = {block: handles[-1:] for block, handles in held if block in blocks}
@@ -280,6 +286,11 @@ class TrainerSession:
                 f"{len(names)} blocks of parameters cannot have the slots from 0 on: "
                 f"{len(self._slots)} are taken, {len(set(names))} have a name of their own"
             )
+        if not handles and self._mapped.issuperset(names):  # as in most syncs
+            self._slots = dict(zip(names, range(len(names)), strict=True))
+            self._unsent = list(_mapped_blocks(tuple(names), keep))
+            self._kept = set(names) if keep else set()
+            return
         for name in names:
             # A handle of a block that is mapped already is sent, too. Torch frees the memory only
             # when an engine has dropped each handle. A file of host memory has no such count.
@@ -446,6 +457,15 @@ class TrainerSession:
             # was to keep: the Hello of its next session says so.
             self._sent.drop_all_but(())
         self._channel.close()
+
+
+@lru_cache(maxsize=128)
+def _mapped_blocks(names: tuple[str, ...], keep: bool) -> list[messages.SharedBuffer]:
+    """Return the announcement of blocks that the engine has mapped: hundreds, in most syncs."""
+    return [
+        messages.SharedBuffer(slot=slot, name=name, handle=None, keep=keep)
+        for slot, name in enumerate(names)
+    ]
 
 
 def _expected(kind: type[Message], message: FromEngine) -> Message:
