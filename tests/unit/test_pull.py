@@ -27,6 +27,7 @@ from unit.route_ranks import TP, Rank
 from verl_sglang_sync.engine.engine_ranks import OpeningRequest
 from verl_sglang_sync.engine.session import EngineCannotMap, EngineFailed, TrainerSession
 from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.routes.mapped_delivery import MappedDelivery
 from verl_sglang_sync.routes.route import Route, RouteContext, RouteState
 from verl_sglang_sync.routes.table.weight_map_builder import (
     NO_BYTES,
@@ -35,7 +36,7 @@ from verl_sglang_sync.routes.table.weight_map_builder import (
     weight_map_of,
 )
 from verl_sglang_sync.routes.table.wires import Wires
-from verl_sglang_sync.sources import comparison
+from verl_sglang_sync.sources import comparison, source_map
 from verl_sglang_sync.sources.bucket_cutter import Bucket
 from verl_sglang_sync.sources.export_trace import (
     NotTraceable,
@@ -80,6 +81,27 @@ class PullRank(Rank):
 
         with mock.patch.object(OpeningRequest, "post", posted):
             self.sync()
+
+    def sync_in_order(self):
+        """A sync in which an export is traced before or after the first bucket was delivered."""
+        deliver, delivered, trace = MappedDelivery.deliver, [], source_map.trace_export
+
+        def noted(delivery, ready):
+            delivered.append(ready.index)
+            deliver(delivery, ready)
+
+        def traced(*args, **kwargs):
+            self.delivered_when_traced = list(delivered)
+            return trace(*args, **kwargs)
+
+        with (
+            mock.patch.object(MappedDelivery, "deliver", noted),
+            mock.patch.object(source_map, "trace_export", traced),
+        ):
+            self.sync()
+
+    def check_order(self, expected):
+        assert self.delivered_when_traced == expected
 
     def unmap(self):
         """The engines have nothing mapped any more, as after a restart; the handles are used."""
@@ -126,8 +148,17 @@ def test_pulled_weights_equal_the_export(pool, kind, strategy):
         assert seen["keeps"]
 
 
+@pytest.mark.parametrize(("offload", "expected"), [([], [0]), (["empty_storages"], [])])
+def test_engines_load_while_an_export_is_traced(pool, offload, expected):
+    """Not where it would load parameters a second time."""
+    for seen in play(pool, *offload, "sync_in_order", ("check_order", expected), "step", "sync"):
+        assert seen["routes"] == ["export", "pull"]
+        assert seen["num_exports"] == [1]
+
+
 PROVE = "verl_sglang_sync.sources.comparison.Comparison.finish"
 COMPARE = "verl_sglang_sync.sources.comparison.memory_of"
+TRACE = "verl_sglang_sync.sources.source_map.trace_export"
 DELIVER = "verl_sglang_sync.routes.table.table_source.TableSource.send"
 SHARE = "verl_sglang_sync.routes.table.table_route.share_block"
 WAIT = "verl_sglang_sync.routes.table.table_source.synchronize_device"
@@ -251,6 +282,7 @@ def test_what_cannot_be_pulled_is_exported(pool, options, steps, recoveries, rea
 
 PASSING = {
     "a comparison that breaks": (1, PROVE, RuntimeError("the comparison broke")),
+    "a trace that breaks": (1, TRACE, MemoryError("no room to trace")),
     "a comparison that breaks midway": (2, COMPARE, MemoryError("no room to compare")),
     "memory is short for handles": (1, SHARE, MemoryError("no room for handles")),
     "a proof that breaks": (3, DELIVER, torch.OutOfMemoryError("no room for the proof")),

@@ -55,11 +55,11 @@ class ExportedBuckets(SyncSource):
         ring: the staging buffers. None if this rank delivers to no engine. Such a rank still
             iterates the export, because the collectives of the export need every rank.
         delivery: takes the packed buckets to the engine ranks.
-        comparison: compares the export with the parameters. The engine loads the previous bucket
-            at the same time. None if no route wants the comparison.
+        comparison: compares the export with the parameters. The engine loads the same bucket at
+            that time. None if no route wants the comparison.
         frees_ring: the buffers are freed after the sync, for the engine's KV cache.
-        compares_buckets: the buckets are compared. False if the export is quantised: then `export`
-            adds the tensors to the comparison before that.
+        compares_buckets: the comparison is of the buckets. False if the export is quantised: then
+            `export` adds the tensors to the comparison before that.
     """
 
     export: Export
@@ -70,7 +70,7 @@ class ExportedBuckets(SyncSource):
     delivery: Delivery
     frees_ring: bool
     comparison: Comparison | None = None
-    compares_buckets: bool = True
+    compares_buckets: bool = False
 
     def __post_init__(self) -> None:
         self._buckets = self._packed()
@@ -83,8 +83,6 @@ class ExportedBuckets(SyncSource):
         for ready in self._buckets:
             self.delivery.deliver(ready)
             sessions.count(ready.bucket)
-            if not ready.bucket.is_last:
-                self.delivery.make_room()
 
     def drain(self) -> None:
         """Iterate the rest of the export, because its collectives need every rank."""
@@ -114,9 +112,13 @@ class ExportedBuckets(SyncSource):
                 ready = replace(ready, storage=storage)
                 held = self.ring.nbytes
                 self.report.staging_bytes = max(self.report.staging_bytes, held)
-            if self.comparison is not None and self.compares_buckets:
-                with self.report.stage("learn"):
-                    self.comparison.add(batch.named)
-            # Otherwise this frame holds the full tensors while the engines load the packed copy.
+            compared = batch if self.compares_buckets else None
             del batch
             yield ready
+            if compared is not None:
+                assert self.comparison is not None, "it has one that compares buckets"
+                with self.report.stage("learn"):
+                    self.comparison.add(compared.named)
+            del compared  # frees the memory of its tensors for the next bucket's
+            if not ready.bucket.is_last:
+                self.delivery.make_room()

@@ -1,7 +1,8 @@
 """The check of a trace: compares a rank's shards with the full export, bit for bit.
 
     comparison = source_map.begin_comparison(export)    # collective, before the first bucket
-    comparison.add(batch.named)                   # for each bucket, on its way to the engines
+    comparison = source_map.compare_alone(export)       # or without the other ranks
+    comparison.add(batch.named)                   # for each bucket, as the engines load it
     problem = comparison.finish()                 # of this rank
 
 The export that is compared is the one that the engines load. So the trainer need not export twice,
@@ -10,7 +11,7 @@ and compares a bucket while it waits for the engines.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -34,16 +35,18 @@ class Comparison:
     """A comparison of an export with this rank's shards, bucket by bucket.
 
     Attributes:
-        traced: the trace of the export, or None if the export could not be traced.
+        traced: the trace of the export, or None if it has not been traced, or could not be.
         sources: returns the trainer's parameters by name. FSDP1's are elsewhere once its export has
             begun, so they are listed with the first tensor, and dropped by `finish`.
         problem: the reason why the comparison failed, or None so far.
+        trace: traces the export when the first tensors are added. Not needed with `traced`.
     """
 
     traced: TracedExport | None
     sources: Sources
     device: torch.device
     problem: Reason | None = None
+    trace: Callable[[], TracedExport] | None = None
 
     def __post_init__(self) -> None:
         self._parameters: Mapping[str, torch.Tensor] | None = None
@@ -72,6 +75,8 @@ class Comparison:
         return self.problem
 
     def _add(self, named: Iterable[NamedTensor]) -> None:
+        if self.traced is None and self.trace is not None:
+            self.traced = self.trace()
         if self._parameters is None:
             self._parameters = self.sources()
         for name, exported in named:

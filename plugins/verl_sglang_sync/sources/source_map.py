@@ -5,6 +5,7 @@
     source_map.traced.tensors["lm_head.weight"]   # which bytes of which parameter
     parameters = source_map.current(export, traced)    # raises if the parameters were replaced
     comparison = source_map.begin_comparison(export)    # collective: trace, and prove the trace
+    comparison = source_map.compare_alone(export)       # or without the other ranks
 
 All FSDP2 ranks trace the export as it runs (`export_trace`), with the same result. Sources with a
 method `trace` (FSDP1, Megatron) make the trace in their own way. A Megatron rank traces its own
@@ -100,6 +101,19 @@ class SourceMap:
             return Comparison(None, dict, self._device, reason)
         return Comparison(self.traced, partial(self.current, export, self.traced), self._device)
 
+    def compare_alone(self, export: Iterable[NamedTensor]) -> Comparison:
+        """Begin to compare the export with the parameters, without the other ranks.
+
+        This rank traces the export when the first tensors have been exported. `trace` merges this
+        trace with the others' later. Only for an export that `can_trace_while_exported`.
+        """
+        return Comparison(
+            None,
+            partial(self._own_sources, export),
+            self._device,
+            trace=partial(self._own_traced, export),
+        )
+
     def is_current(self, comparison: Comparison, export: Iterable[NamedTensor]) -> bool:
         """Return True if the trace of a comparison still holds on all ranks. Collective."""
         is_last = self._trace is not None and self._trace[0] is comparison.traced
@@ -109,12 +123,35 @@ class SourceMap:
         """Return True if the last trace matches this rank's parameters."""
         return _holds(self._trace, export)
 
-    def trace_alone(self, export: Iterable[NamedTensor]) -> None:
-        """Run the part of the next `trace` that needs no other rank. Raise nothing."""
-        if self.off_reason is not None or self.is_traced(export) or _holds(self._own_trace, export):
-            return
+    def trace_alone(self, export: Iterable[NamedTensor]) -> TracedExport | None:
+        """Run the part of the next `trace` that needs no other rank. Raise nothing.
+
+        Returns:
+            What the trace will be, if that is known without the other ranks.
+        """
+        if self.off_reason is not None:
+            return None
         # After an error `trace` traces again, and returns the reason.
-        self._own_trace, _ = attempt(partial(self._make_trace, export), NotTraceable)
+        own, _ = attempt(partial(self._own_traced, export), NotTraceable)
+        # The ranks of these exports make the same trace.
+        return own if self.is_traced(export) or can_trace_while_exported(export) else None
+
+    def _own_traced(self, export: Iterable[NamedTensor]) -> TracedExport:
+        """Return this rank's trace, which the other ranks' may still complete.
+
+        Raises:
+            NotTraceable, SourcesChanged: as `_make_trace`.
+        """
+        for trace in (self._trace, self._own_trace):
+            if trace is not None and _holds(trace, export):
+                return trace[0]
+        self._own_trace = self._make_trace(export)
+        return self._own_trace[0]
+
+    def _own_sources(self, export: Iterable[NamedTensor]) -> Mapping[str, torch.Tensor]:
+        """Return this rank's parameters by name, which its own trace must match."""
+        self._own_traced(export)
+        return require_sources(export)()
 
     def trace(self, export: Iterable[NamedTensor]) -> Reason | None:
         """Trace the export, unless the last trace holds on all ranks. Collective.
@@ -188,6 +225,19 @@ class SourceMap:
             )
         traced = replace(traced, quantization=quantization_of(export))
         return traced, SourcesSnapshot(sources(), with_addresses=False)
+
+
+def can_trace_while_exported(export: Iterable[NamedTensor]) -> bool:
+    """Return True if an export can be traced while it is made, with the same result on all ranks.
+
+    That is FSDP2's export of parameters that stay on the device. A trace by other sources is made
+    in their own way, and an export that loads parameters, merges adapters or quantises is not to be
+    begun a second time.
+    """
+    sources = sources_of(export)
+    is_plain = sources is not None and getattr(sources, "trace", None) is None
+    has_more = getattr(export, "adapter", None) is not None or quantization_of(export) is not None
+    return is_plain and not has_more and not is_offloaded(export)
 
 
 def _holds(trace: Trace | None, export: Iterable[NamedTensor]) -> bool:

@@ -50,6 +50,7 @@ from verl_sglang_sync.sources.export import (
     is_repeatable,
     quantization_of,
 )
+from verl_sglang_sync.sources.source_map import can_trace_while_exported
 from verl_sglang_sync.sync.engines import ColocatedEngine, RemoteEngines, SyncTask
 from verl_sglang_sync.sync.sessions import FallbackRefused, Sessions, SyncFailed
 from verl_sglang_sync.trainer_ranks import CopiesDiffer, RankLost
@@ -461,7 +462,11 @@ class WeightSync:
         comparison = None
         if sync_pass.may_be_followed and self._route.wants_comparison(weights):
             with report.stage("learn"):
-                comparison = self._source_map.begin_comparison(weights)
+                # The first bucket need not wait for a trace.
+                if can_trace_while_exported(weights):
+                    comparison = self._source_map.compare_alone(weights)
+                else:
+                    comparison = self._source_map.begin_comparison(weights)
         is_quantized = quantization_of(weights) is not None
         observe = comparison.add if comparison is not None and is_quantized else None
         return ExportedBuckets(
@@ -472,7 +477,7 @@ class WeightSync:
             delivery=self._engines.delivery(sessions.engine_ranks, report),
             frees_ring=self._frees_ring,
             comparison=comparison,
-            compares_buckets=not is_quantized,
+            compares_buckets=comparison is not None and not is_quantized,
         )
 
     def _prepare_to_learn(self, task: SyncTask, learns: bool) -> None:

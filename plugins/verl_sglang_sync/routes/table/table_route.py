@@ -165,9 +165,8 @@ class TableRoute(Route):
         return self.can_learn(weights) and self._source_map.can_trace_before_export(weights)
 
     def prepare_to_learn(self, weights: Iterable[NamedTensor]) -> None:
-        self._source_map.trace_alone(weights)
-        if self._source_map.is_traced(weights):
-            self._make_plan()
+        if (traced := self._source_map.trace_alone(weights)) is not None:
+            self._make_plan(traced)
 
     def learn(self, export: LoadedExport) -> None:
         self.forget()
@@ -196,7 +195,10 @@ class TableRoute(Route):
             can_map=self._may_map,
         )
         # If the shards of one rank differ from the export, no rank may use the route.
-        reason = self._ranks.common_reason(self._difference(export) or self._make_plan())
+        reason = self._difference(export)
+        if reason is None:
+            reason = self._make_plan(self._source_map.traced)
+        reason = self._ranks.common_reason(reason)
         if reason is None:
             if (obstacle := self._choose_wires()) is not None:
                 self._note_obstacle(obstacle)
@@ -304,6 +306,10 @@ class TableRoute(Route):
         """
         comparison = export.comparison
         new_export: Iterable[NamedTensor] = ()
+        if comparison is not None:
+            reason = self._source_map.trace(export.weights)  # merges what was traced alone
+            if reason is not None:
+                return reason
         if comparison is None or not self._source_map.is_current(comparison, export.weights):
             comparison = self._source_map.begin_comparison(export.weights)
             new_export = unquantized(export.weights) if comparison.traced is not None else ()
@@ -341,13 +347,13 @@ class TableRoute(Route):
         readers = list(zip(replicas, self._own_readers, strict=True))
         check_copies(differences, readers, self._ranks, self._wires.holder)
 
-    def _make_plan(self) -> Reason | None:
+    def _make_plan(self, traced: TracedExport) -> Reason | None:
         """Map all buckets to shards, if the present plan is outdated.
 
         Returns:
             The reason of a failure, or None.
         """
-        traced, buckets, plan = self._source_map.traced, self._cutter.buckets, self._plan
+        buckets, plan = self._cutter.buckets, self._plan
         if plan is not None and plan.traced is traced and plan.buckets == buckets:
             return None
         self._plan, reason = attempt(partial(TablePlan.of, traced, buckets), NotTraceable)
