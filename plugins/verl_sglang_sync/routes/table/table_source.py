@@ -55,10 +55,16 @@ class TableSource(SyncSource):
         Engines may read after all ranks have taken this step. If a parameter is replaced during the
         sync, its memory is not freed while engines read. Whether one was replaced before is found
         by `confirm`, as engines read.
+
+        Raises:
+            SourcesChanged: the memory of a parameter was freed, or the export does not name them.
         """
         synchronize_device(self.context.device)  # an optimizer may work on a stream of its own
         # Held until this object goes, at the end of the session.
         self._held = self.locations.snapshot.hold()
+        # The trainer lists its parameters in milliseconds, which are free while the engines join.
+        with self.report.stage("confirm"):
+            self._parameters = require_sources(self.weights)()
 
     def send(self, sessions: Sending) -> None:
         """Request the engines to load all shards, and send those that an engine cannot map.
@@ -98,7 +104,7 @@ class TableSource(SyncSource):
             # A proof by export between two syncs by this route may have cut other buckets.
             if self.context.cutter.buckets != self.plan.buckets:
                 raise SourcesChanged("the export is cut into other buckets")
-            self.locations.snapshot.require_unchanged(require_sources(self.weights)())
+            self.locations.snapshot.require_unchanged(self._parameters)
 
     def drain(self) -> None:
         """Drop the handles if the sync has failed before any engine got a handle.
