@@ -25,7 +25,7 @@ RUN = Run(
     "disaggregated",
     overrides=(
         *SEPARATE,
-        "trainer.v1.separate_async.num_warmup_batches=1",  # one is sampled while one is trained
+        "trainer.v1.separate_async.num_warmup_batches=2",  # two are sampled while one is trained
         f"trainer.total_training_steps={NUM_STEPS}",
         f"data.max_response_length={RESPONSE}",
         "trainer.save_freq=1",

@@ -1,8 +1,10 @@
 """Qwen3 whose tokens take their time: a weight sync comes between two of them.
 
-While the file is there that the environment variable `TRAINING` names, they take longer. However
-slow the machine is, a rollout that has begun before a step of training has then not ended when that
-step's sync comes.
+A step of training trains on one batch while the next one is sampled, and the sync at its end must
+find rollouts of the next one halfway, however slow the machine is. The file that the environment
+variable `TRAINING` names is there from the begin of a step's training to its end. So a pass is slow
+while the file is there, and before it, once there were about as many passes since the last step as
+a batch needs to its end.
 """
 
 import os
@@ -12,13 +14,29 @@ from typing import Any
 
 from sglang.srt.models import qwen3
 
-FORWARD_S, FORWARD_WHILE_TRAINING_S = 0.2, 1.0
+PASS_S, SLOW_PASS_S = 0.2, 3.0
+BATCH_PASSES = 68  # a rollout has up to 64 tokens
+
+_fast_passes, _is_training = BATCH_PASSES, False  # that are left, as of the last pass
+
+
+def _seconds() -> float:
+    """How long the next pass takes."""
+    global _fast_passes, _is_training
+    if "TRAINING" not in os.environ:
+        return PASS_S
+    was_training, _is_training = _is_training, Path(os.environ["TRAINING"]).exists()
+    if was_training and not _is_training:
+        _fast_passes = BATCH_PASSES
+    if _is_training or not _fast_passes:
+        return SLOW_PASS_S
+    _fast_passes -= 1
+    return PASS_S
 
 
 class Qwen3ForCausalLM(qwen3.Qwen3ForCausalLM):  # type: ignore[misc]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        is_training = "TRAINING" in os.environ and Path(os.environ["TRAINING"]).exists()
-        time.sleep(FORWARD_WHILE_TRAINING_S if is_training else FORWARD_S)
+        time.sleep(_seconds())
         return super().forward(*args, **kwargs)
 
 
