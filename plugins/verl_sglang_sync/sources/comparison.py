@@ -1,7 +1,7 @@
 """The check of a trace: compares a rank's shards with the full export, bit for bit.
 
     comparison = source_map.begin_comparison(export)    # collective, before the first bucket
-    comparison = source_map.compare_alone(export)       # or without the other ranks
+    comparison = source_map.compare_while_exported(export)   # the same, later if possible
     comparison.add(batch.named)                   # for each bucket, as the engines load it
     problem = comparison.finish()                 # of this rank
 

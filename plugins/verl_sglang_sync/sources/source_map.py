@@ -5,7 +5,7 @@
     source_map.traced.tensors["lm_head.weight"]   # which bytes of which parameter
     parameters = source_map.current(export, traced)    # raises if the parameters were replaced
     comparison = source_map.begin_comparison(export)    # collective: trace, and prove the trace
-    comparison = source_map.compare_alone(export)       # or without the other ranks
+    comparison = source_map.compare_while_exported(export)   # the same, later if possible
 
 All FSDP2 ranks trace the export as it runs (`export_trace`), with the same result. Sources with a
 method `trace` (FSDP1, Megatron) make the trace in their own way. A Megatron rank traces its own
@@ -101,18 +101,16 @@ class SourceMap:
             return Comparison(None, dict, self._device, reason)
         return Comparison(self.traced, partial(self.current, export, self.traced), self._device)
 
-    def compare_alone(self, export: Iterable[NamedTensor]) -> Comparison:
-        """Begin to compare the export with the parameters, without the other ranks.
+    def compare_while_exported(self, export: Iterable[NamedTensor]) -> Comparison:
+        """Begin to compare an export that is about to be made. Collective as `begin_comparison`.
 
-        This rank traces the export when the first tensors have been exported. `trace` merges this
-        trace with the others' later. Only for an export that `can_trace_while_exported`.
+        If possible, this rank traces the export alone, when the first tensors have been exported:
+        the first bucket need not wait for a trace. `trace` merges the ranks' traces later.
         """
-        return Comparison(
-            None,
-            partial(self._own_sources, export),
-            self._device,
-            trace=partial(self._own_traced, export),
-        )
+        if not _can_trace_while_exported(export):
+            return self.begin_comparison(export)
+        trace = partial(self._own_traced, export)
+        return Comparison(None, require_sources(export), self._device, trace=trace)
 
     def is_current(self, comparison: Comparison, export: Iterable[NamedTensor]) -> bool:
         """Return True if the trace of a comparison still holds on all ranks. Collective."""
@@ -134,24 +132,21 @@ class SourceMap:
         # After an error `trace` traces again, and returns the reason.
         own, _ = attempt(partial(self._own_traced, export), NotTraceable)
         # The ranks of these exports make the same trace.
-        return own if self.is_traced(export) or can_trace_while_exported(export) else None
+        return own if _can_trace_while_exported(export) or self.is_traced(export) else None
 
     def _own_traced(self, export: Iterable[NamedTensor]) -> TracedExport:
-        """Return this rank's trace, which the other ranks' may still complete.
+        """Return the merged trace if it holds, else this rank's own.
 
         Raises:
             NotTraceable, SourcesChanged: as `_make_trace`.
         """
-        for trace in (self._trace, self._own_trace):
-            if trace is not None and _holds(trace, export):
-                return trace[0]
-        self._own_trace = self._make_trace(export)
-        return self._own_trace[0]
+        return self.traced if self.is_traced(export) else self._own(export)[0]
 
-    def _own_sources(self, export: Iterable[NamedTensor]) -> Mapping[str, torch.Tensor]:
-        """Return this rank's parameters by name, which its own trace must match."""
-        self._own_traced(export)
-        return require_sources(export)()
+    def _own(self, export: Iterable[NamedTensor]) -> Trace:
+        """Return this rank's own trace, which is made if the last one does not hold."""
+        if self._own_trace is None or not _holds(self._own_trace, export):
+            self._own_trace = self._make_trace(export)
+        return self._own_trace
 
     def trace(self, export: Iterable[NamedTensor]) -> Reason | None:
         """Trace the export, unless the last trace holds on all ranks. Collective.
@@ -165,11 +160,10 @@ class SourceMap:
             return None
         # If one rank must trace anew, all ranks do: `_merge` is collective. `trace_alone` may have
         # made this rank's trace already.
-        self._trace, self._own_trace, reason = self._own_trace, None, None
-        if not self.is_traced(export):
-            self._trace, reason = attempt(
-                partial(self._make_trace, export), NotTraceable, passing=(SourcesChanged,)
-            )
+        self._trace, reason = attempt(
+            partial(self._own, export), NotTraceable, passing=(SourcesChanged,)
+        )
+        self._own_trace = None
         reason = self._ranks.common_reason(reason) or self._merge()
         if reason is not None:
             self._trace = None
@@ -227,7 +221,7 @@ class SourceMap:
         return traced, SourcesSnapshot(sources(), with_addresses=False)
 
 
-def can_trace_while_exported(export: Iterable[NamedTensor]) -> bool:
+def _can_trace_while_exported(export: Iterable[NamedTensor]) -> bool:
     """Return True if an export can be traced while it is made, with the same result on all ranks.
 
     That is FSDP2's export of parameters that stay on the device. A trace by other sources is made

@@ -50,7 +50,6 @@ from verl_sglang_sync.sources.export import (
     is_repeatable,
     quantization_of,
 )
-from verl_sglang_sync.sources.source_map import can_trace_while_exported
 from verl_sglang_sync.sync.engines import ColocatedEngine, RemoteEngines, SyncTask
 from verl_sglang_sync.sync.sessions import FallbackRefused, Sessions, SyncFailed
 from verl_sglang_sync.trainer_ranks import CopiesDiffer, RankLost
@@ -462,11 +461,7 @@ class WeightSync:
         comparison = None
         if sync_pass.may_be_followed and self._route.wants_comparison(weights):
             with report.stage("learn"):
-                # The first bucket need not wait for a trace.
-                if can_trace_while_exported(weights):
-                    comparison = self._source_map.compare_alone(weights)
-                else:
-                    comparison = self._source_map.begin_comparison(weights)
+                comparison = self._source_map.compare_while_exported(weights)
         is_quantized = quantization_of(weights) is not None
         observe = comparison.add if comparison is not None and is_quantized else None
         return ExportedBuckets(
