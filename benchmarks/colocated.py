@@ -2,6 +2,7 @@
 
     python benchmarks/colocated.py --models qwen3-8b qwen3-30b-a3b --runs 5 --json FILE
     python benchmarks/colocated.py --models qwen3-30b-a3b --gpus 4 --tp 4      # see ranks
+    python benchmarks/colocated.py --models moe-110b --gpus 4 --tp 4 --sleeps --arms compiled
     python benchmarks/colocated.py --models qwen3-8b --gpus 2 --tp 2 --offload     # param_offload
     python benchmarks/colocated.py --models tiny --device cpu
 
@@ -56,6 +57,10 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--offload", action="store_true", help="parameters are on the host")
     parser.add_argument("--asleep-s", type=float, default=ASLEEP_S, help="one GPU")
+    parser.add_argument("--sleeps", action="store_true", help="several GPUs: whole cycles")
+    parser.add_argument(
+        "--gpus-per-host", type=int, default=1, help=f"of {ranks.APART}; default: %(default)s"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--folder", type=Path, help="server logs; default: a temporary folder")
     parser.add_argument("--json", type=Path)
@@ -63,6 +68,8 @@ def main() -> None:
     allowed = names if args.gpus == 1 else on_gpus
     if wrong := set(args.arms or ()) - set(allowed):
         parser.error(f"arms {sorted(wrong)} with --gpus {args.gpus}; allowed: {allowed}")
+    if args.sleeps and len(args.arms or allowed) > 1 and ranks.NATIVE in (args.arms or allowed):
+        parser.error(f"--sleeps: {ranks.NATIVE} has engines of its own, give it alone to --arms")
     if args.gpus % args.tp or args.gpus < args.tp:
         parser.error(f"--tp {args.tp}: must divide --gpus {args.gpus}")
     arms = args.arms or allowed
@@ -84,11 +91,13 @@ def main() -> None:
                 runs=args.runs,
                 device=args.device,
                 folder=folder,
+                gpus_per_host=args.gpus_per_host,
+                sleeps=args.sleeps,
             )
             for row in rows:
                 row["is_offloaded"] = args.offload
             write_results(path, "colocated", rows)
-        print_table(rows, ("sync",))
+        print_table(rows, STAGES if args.sleeps else ("sync",))
         missing = {(model, arm) for model in args.models for arm in arms} - {
             (row["model"], row["arm"]) for row in rows
         }

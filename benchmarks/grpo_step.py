@@ -228,7 +228,7 @@ def main() -> None:
     sizes = {"GPUS": args.gpus, "ROLLOUT_TP": args.tp, "TRAIN_TP": args.tp, "TRAIN_EP": 1}
     if args.recipe == SEPARATE_RECIPE:  # one engine; every batch is sampled after a sync
         sizes |= {"TRAINER_GPUS": args.gpus - args.tp, "ROLLOUT_GPUS": args.tp, "SYNC_EVERY": 1}
-        args.overrides.append("trainer.v1.separate_async.num_warmup_batches=0")
+        args.overrides.insert(0, "trainer.v1.separate_async.num_warmup_batches=0")
     for arm in args.arms:
         steps, memory = run_arm(arm, folder, args.steps, args.overrides, args.recipe, sizes)
         row = row_of(arm, args.model, steps, stage_medians(folder, arm))

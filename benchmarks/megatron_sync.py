@@ -76,6 +76,7 @@ def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         folder=folder,
         bucket_bytes=args.bucket_mb << 20,
         environment=ENVIRONMENT if args.device == "cpu" else None,
+        gpus_per_host=args.gpus_per_host,
     )
     return [row | {"trainer": msgspec.structs.asdict(layout)} for row in rows]
 
@@ -90,6 +91,9 @@ def main() -> None:
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--ep", type=int, default=1)
     parser.add_argument("--ranks", type=int, help="of the trainer; default: as few as it can be")
+    parser.add_argument(
+        "--gpus-per-host", type=int, default=1, help=f"of {ranks.APART}; default: %(default)s"
+    )
     parser.add_argument("--engine-tp", type=int, help="default: all ranks are one engine's")
     parser.add_argument("--mbridge", action="store_true")
     parser.add_argument("--offload", action="store_true", help="verl's param_offload")

@@ -4,7 +4,7 @@ N trainer ranks, N / T engines of T ranks each. All arms run in one run, one aft
 sync's seconds include the export. Arms besides `native`, which is verl's own, and the presets:
 `per_tensor` makes a bucket, and a request, of every tensor; where `compiled` reads in place,
 `compiled_exchanged` exchanges shards and `compiled_gathered` gathers all weights on every rank;
-`compiled_apart` takes each GPU for a host of its own, so that IPC between them is refused;
+`compiled_apart` takes the GPUs for several hosts', so that IPC between these is refused;
 `export_only` runs the export to its end and sends nothing; `all_gather_limit` gathers the same
 bytes in flat pieces, and `all_to_all_limit` gives each rank only its part of them.
 `host_copy_limit` copies each rank's part from pinned host memory.
@@ -13,6 +13,7 @@ bytes in flat pieces, and `all_to_all_limit` gives each rank only its part of th
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import sys
@@ -26,7 +27,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from sglang_loader.common.copies.strided import synchronize_device
+from benchmarks.gpu_memory import MemorySamples
 from support.engine_loaders import HOST_LOADER
 from support.ipc import ask_engine
 from support.trainer import Ranks, TrainerRank
@@ -36,7 +37,7 @@ from verl_sglang_sync.commands.bench.arms import (
     NativeManager,
     notes_of,
 )
-from verl_sglang_sync.commands.bench.colocated import HostCopy
+from verl_sglang_sync.commands.bench.colocated import ASLEEP_S, HostCopy, timed
 from verl_sglang_sync.commands.bench.engine_server import DUMMY, engine_server, wait_until_healthy
 from verl_sglang_sync.commands.bench.model_shapes import MODELS
 from verl_sglang_sync.commands.bench.results_file import medians
@@ -77,6 +78,8 @@ def measure(
     bucket_bytes: int = BUCKET_BYTES,
     environment: Mapping[str, str] | None = None,
     engine_arguments: tuple[str, ...] = (),
+    gpus_per_host: int = 1,
+    sleeps: bool = False,
 ) -> list[dict[str, Any]]:
     """A row for each arm, up to one that fails.
 
@@ -87,16 +90,21 @@ def measure(
         tp: ranks of each engine.
         environment: of the ranks' processes, beside this one's.
         engine_arguments: more of SGLang's.
+        gpus_per_host: in `compiled_apart`.
+        sleeps: the engines sleep before each sync, as in a training.
     """
     lines = folder / f"arms-{model}-{ranks}-{tp}.jsonl"
     lines.write_text("")
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     where = {"tp": tp, "device": device, "backend": backend, "environment": environment}
     with (
-        _engines(config, model, ranks, tp, device, folder, engine_arguments) as logs,
+        _engines(
+            config, model, ranks, tp, device, folder, engine_arguments, saves_all=arms == [NATIVE]
+        ) as logs,
         Ranks(folder, list(logs), **where) as trainers,
     ):
-        args = make_export, arms, str(config), runs, bucket_bytes, lines
+        how = gpus_per_host, sleeps
+        args = make_export, arms, str(config), runs, bucket_bytes, lines, *how
         trainers.run(_import_what_it_needs, *args)  # while the engines start
         for url, log in logs.items():
             wait_until_healthy(url, log)
@@ -116,9 +124,11 @@ def _engines(
     device: str,
     folder: Path,
     arguments: tuple[str, ...],
+    *,
+    saves_all: bool,
 ) -> Iterator[dict[str, Path]]:
     """Starts engines of `tp` ranks each, one behind the other on the trainer ranks' GPUs: the log
-    of each by its URL.
+    of each by its URL. With `saves_all` they sleep as verl launches them.
     """
     os.environ.update(ENVIRONMENTS[device])
     logs = {first: folder / f"server-{model}-tp{tp}-{first}.log" for first in range(0, ranks, tp)}
@@ -128,7 +138,7 @@ def _engines(
                 engine_server(
                     config,
                     device=device,
-                    host_backup="auto",
+                    host_backup="on" if saves_all else "auto",
                     is_moe="num_experts" in MODELS[model],
                     log=log,
                     tp=tp,
@@ -154,15 +164,20 @@ def _measure_rank(
     runs: int,
     bucket_bytes: int,
     lines: Path,
+    gpus_per_host: int,
+    sleeps: bool,
 ) -> None:
     """Measure every arm; rank 0 appends what it saw to `lines`, one arm after the other."""
     export = make_export(rank)
     for arm in arms:
         print(arm, flush=True)
         settings = {"bucket_bytes": bucket_bytes, **OURS.get(arm, {})}
-        with _apart(rank) if arm == APART else nullcontext():
-            step = _step(arm, rank, export, config, settings)
-            seen = _measure_arm(step, rank.device, NUM_WARM_UPS if arm in OURS else 1, runs)
+        with _apart(rank, gpus_per_host) if arm == APART else nullcontext():
+            manager = _manager(arm, rank, config, settings)
+            step = _step(arm, rank, export, manager)
+            slept = manager if sleeps else None
+            warm_ups = NUM_WARM_UPS if arm in OURS else 1
+            seen = _measure_arm(step, rank, slept, warm_ups, runs)
         if rank.rank == 0:
             with lines.open("a") as file:
                 file.write(
@@ -172,36 +187,44 @@ def _measure_rank(
 
 
 @contextmanager
-def _apart(rank: TrainerRank) -> Iterator[None]:
-    """Has this rank, and the engine ranks that it leads, each live on a host of its own."""
-    host = f"host {rank.rank}"
+def _apart(rank: TrainerRank, gpus_per_host: int) -> Iterator[None]:
+    """Has this rank, and the engine ranks that it leads, live on hosts with so many GPUs each."""
+    host = f"host {rank.rank // gpus_per_host}"
     with mock.patch("verl_sglang_sync.routes.table.table_route.host_id", lambda: host):
         try:
             if rank.is_leader:
-                ask_engine(rank.client, rank.tp, HOST_LOADER, "apart")
+                ask_engine(rank.client, rank.tp, HOST_LOADER, f"apart {gpus_per_host}")
             yield
         finally:
             if rank.is_leader:
                 ask_engine(rank.client, rank.tp, HOST_LOADER, "here")
 
 
-def _measure_arm(step: Step, device: torch.device, warm_ups: int, runs: int) -> dict[str, Any]:
+def _measure_arm(
+    step: Step, rank: TrainerRank, slept: Any, warm_ups: int, runs: int
+) -> dict[str, Any]:
+    """What `runs` steps take, and one more with a look at the GPU's memory if its engine sleeps.
+
+    Args:
+        slept: the manager that puts the engine to sleep before each step, or None.
+    """
+    device = rank.device
     measured: list[dict[str, float]] = []
     notes: dict[str, Any] = {}
     for i in range(warm_ups + runs):
         if i == warm_ups and device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        dist.barrier()
-        synchronize_device(device)
-        started = time.perf_counter()
-        notes = step()
-        synchronize_device(device)
-        seconds = {"sync": time.perf_counter() - started}
-        notes.pop("close", lambda: None)()
-        print(f"step {i}: {seconds['sync']:.4f} s", flush=True)
-        measured.append(seconds | notes.pop("seconds", {}))
+        seconds, notes = _measure_step(step, device, slept)
+        print(f"step {i}: {seconds}", flush=True)
+        measured.append(seconds)
     if device.type == "cuda":
         notes["peak_gpu_bytes"] = torch.cuda.max_memory_allocated()
+        if slept:
+            with MemorySamples(lambda: 0) as memory:
+                _measure_step(step, device, slept)
+            notes["memory"] = memory.of(0)
+    if "pair_bytes" in notes:
+        notes["pair_bytes"] = _pairs_of_all(notes["pair_bytes"])
     timed = measured[warm_ups:]
     return {
         "runs": runs,
@@ -213,14 +236,54 @@ def _measure_arm(step: Step, device: torch.device, warm_ups: int, runs: int) -> 
     }
 
 
-def _step(
-    arm: str, rank: TrainerRank, export: Export, config: str, settings: dict[str, Any]
-) -> Step:
+def _pairs_of_all(pairs: list[list[int]]) -> list[list[int]]:
+    """The bytes that each trainer rank sends to each engine rank, in order of both.
+
+    Args:
+        pairs: a row for each trainer rank, with the engine ranks that this trainer rank leads to.
+    """
+    of_ranks: list[list[list[int]]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(of_ranks, pairs)
+    return [list(itertools.chain(*rows)) for rows in zip(*of_ranks, strict=True)]
+
+
+def _measure_step(
+    step: Step, device: torch.device, slept: Any
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """One step of all ranks, in a cycle of sleep and wake-up if there is a manager for that."""
+    seconds: dict[str, float] = {}
+
+    def stage(name: str, call: Callable[[], Any]) -> Any:
+        dist.barrier()
+        with timed(seconds, name, device):
+            return call()
+
+    if slept:
+        stage("release", lambda: asyncio.run(slept.release()))
+        time.sleep(ASLEEP_S)
+        stage("resume_weights", lambda: asyncio.run(slept.resume(("weights",))))
+    notes = stage("sync", step)
+    wake = notes.pop("wake", None)
+    if slept:
+        stage("resume_kv", lambda: asyncio.run(slept.resume(("kv_cache",))))
+        seconds["cycle"] = sum(seconds.values())
+    elif wake is not None:
+        wake()
+    return seconds | notes.pop("seconds", {}), notes
+
+
+def _manager(arm: str, rank: TrainerRank, config: str, settings: dict[str, Any]) -> Any:
+    """The arm's sharding manager, or verl's own sync, or None for what syncs nothing."""
     if arm in OURS:
-        return _syncing(rank.manager(timeout_s=600, **settings), export)
+        return rank.manager(timeout_s=600, **settings)
     if arm == NATIVE:
-        url = rank.url if rank.is_leader else None
-        return _syncing(NativeManager(url, Path(config), rank.mesh), export)
+        return NativeManager(rank.url if rank.is_leader else None, Path(config), rank.mesh)
+    return None
+
+
+def _step(arm: str, rank: TrainerRank, export: Export, manager: Any) -> Step:
+    if manager is not None:
+        return _syncing(manager, export)
     if arm == EXPORT_ONLY:
         return lambda: _drain(export)
     part = _drain(export)["bytes"] // dist.get_world_size()
@@ -230,14 +293,16 @@ def _step(
 
 
 def _syncing(manager: Any, export: Export) -> Step:
+    def wake() -> None:  # resident already, and no part of the sync
+        asyncio.run(manager.resume(("kv_cache",)))
+
     def run() -> dict[str, Any]:
         asyncio.run(manager.sync(export(), version="0"))
-        # resident already, and no part of the sync
-        close = lambda: asyncio.run(manager.resume(("kv_cache",)))  # noqa: E731
         if manager.report is None:
             return {}
-        size = {"num_tensors": manager.report.num_tensors, "bytes": manager.report.payload_bytes}
-        return {"close": close, **size, **notes_of(manager.report)}
+        report = manager.report
+        size = {"num_tensors": report.num_tensors, "bytes": report.payload_bytes}
+        return {"wake": wake, **size, "pair_bytes": report.pair_bytes, **notes_of(report)}
 
     return run
 

@@ -67,16 +67,17 @@ _loads = {"begun": 0, "done": 0, "nth": 0, "seconds": 0.0}
 
 
 def live_on(_: Any, named_tensors: NamedTensors) -> None:
-    """Take this process to be on the host that is named, "here": where it is, "apart": on a host
-    of its own, named after its GPU, or after its TP rank where there is none.
+    """Take this process to be on the host that is named, "here": where it is, "apart N": on one of
+    hosts with N GPUs each, named after its GPU, or after its TP rank where there is none.
     """
     from sglang_loader.common.shared_memory import host_id
     from sglang_loader.session import serve
 
     host = named_tensors[0][0]
-    if host == "apart":
+    if host.startswith("apart"):
         on_gpus, ranks = torch.cuda.is_available(), torch.distributed
-        host = f"host {torch.cuda.current_device() if on_gpus else ranks.get_rank()}"
+        place = torch.cuda.current_device() if on_gpus else ranks.get_rank()
+        host = f"host {place // int(host.split()[1])}"
     serve.host_id = host_id if host == "here" else lambda: host
 
 

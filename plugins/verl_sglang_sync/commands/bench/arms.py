@@ -99,10 +99,12 @@ class NativeManager:
             )
 
     async def release(self) -> None:
-        await self._engine.release_memory_occupation(tags=["kv_cache", "weights"])
+        if self._engine is not None:
+            await self._engine.release_memory_occupation(tags=["kv_cache", "weights"])
 
     async def resume(self, tags: Sequence[str]) -> None:
-        await self._engine.resume_memory_occupation(tags=list(tags))
+        if self._engine is not None:
+            await self._engine.resume_memory_occupation(tags=list(tags))
 
     async def sync(self, weights: Iterable[NamedTensor], *, version: str) -> None:
         from sglang.srt.weight_sync.utils import update_weights

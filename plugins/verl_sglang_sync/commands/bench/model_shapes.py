@@ -63,6 +63,7 @@ MODELS: dict[str, Config] = {
     # As many bytes as qwen3-8b, in 50 times as many tensors.
     "moe-16gb-20000": _moe(_dense(2048, 6144, 52, 32), 128, 8, 160),
     "qwen3-30b-a3b": _moe(_dense(2048, 6144, 48, 32), 128, 8, 768),
+    "moe-110b": _moe(_dense(4096, 12288, 48, 32), 128, 8, 1408),  # four H200s
 }
 
 
