@@ -204,11 +204,11 @@ def receive_through_gate(original: Original, receiver: Any) -> Any:
 
 def closing_reason(updater: Any) -> str | None:
     """Return the reason why this rank's engine must not compute, or None."""
-    released = sorted(updater.offload_tags)
-    if not graphs_are_released_by_tag():
-        released = [tag for tag in released if tag != CUDA_GRAPH_TAG]
+    released = set(updater.offload_tags)
+    if CUDA_GRAPH_TAG in released and not graphs_are_released_by_tag():
+        released.remove(CUDA_GRAPH_TAG)
     if released:
-        return f"the engine's memory is released: {', '.join(released)}"
+        return f"the engine's memory is released: {', '.join(sorted(released))}"
     backup = backup_of(updater.tp_worker.model_runner.model)
     if backup is not None and backup.stale is not None:
         return f"the weights are not complete: {backup.stale}"

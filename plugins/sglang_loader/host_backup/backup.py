@@ -63,7 +63,7 @@ class WeightsBackup:
     @property
     def stale_once_synced(self) -> str | None:
         """The value of `stale` after `sync_completed`."""
-        return _undefined_text(subtract(self._undefined, [*self._covered, *self._written]))
+        return _undefined_text(self._undefined_once_synced())
 
     @property
     def host_bytes(self) -> int:
@@ -170,9 +170,14 @@ class WeightsBackup:
     def sync_completed(self) -> None:
         """Record that a sync has succeeded: the bytes of the coverage are defined."""
         self.sync.complete()
-        self._undefined = subtract(self._undefined, [*self._covered, *self._written])
+        self._undefined = self._undefined_once_synced()
         self._written = []
         self._free_if_defined()
+
+    def _undefined_once_synced(self) -> list[Interval]:
+        if not self._undefined:
+            return []
+        return subtract(self._undefined, [*self._covered, *self._written])
 
     def _worth_saving(self, allocated: tuple[Interval, ...]) -> list[Interval]:
         left = subtract(allocated, [*self._covered, *self._undefined])

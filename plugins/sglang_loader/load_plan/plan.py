@@ -16,7 +16,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 import torch
@@ -113,7 +113,7 @@ class LoadPlan:
         copies = (copy for bucket in self.buckets for copy in bucket.copies)
         return sum(copy.storage != SCRATCH for copy in copies)
 
-    @property
+    @cached_property
     def num_rest(self) -> int:
         """The number of tensors of a sync that `load_weights` loads."""
         return sum(len(bucket.rest.tensors) for bucket in self.buckets)
