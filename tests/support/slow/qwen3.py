@@ -19,27 +19,21 @@ PASS_S, SLOW_PASS_S = 0.2, 3.0
 BATCH_PASSES = 68  # a rollout has up to 64 tokens
 SLOW_PASSES, MORE_PASSES = 5, 17  # in turns, until the training begins
 
-_fast_passes, _slow_passes = BATCH_PASSES, SLOW_PASSES  # that are left
-_is_training = False  # as of the last pass
+_num_passes = 0  # since the last one in a training
 
 
 def _seconds() -> float:
     """How long the next pass takes."""
-    global _fast_passes, _slow_passes, _is_training
+    global _num_passes
     if "TRAINING" not in os.environ:
         return PASS_S
-    was_training, _is_training = _is_training, Path(os.environ["TRAINING"]).exists()
-    if was_training and not _is_training:
-        _fast_passes, _slow_passes = BATCH_PASSES, SLOW_PASSES
-    if _is_training:
+    if Path(os.environ["TRAINING"]).exists():
+        _num_passes = 0
         return SLOW_PASS_S
-    if not _fast_passes and not _slow_passes:
-        _fast_passes, _slow_passes = MORE_PASSES, SLOW_PASSES
-    if _fast_passes:
-        _fast_passes -= 1
-        return PASS_S
-    _slow_passes -= 1
-    return SLOW_PASS_S
+    num_late = _num_passes - BATCH_PASSES
+    _num_passes += 1
+    is_slow = num_late >= 0 and num_late % (SLOW_PASSES + MORE_PASSES) < SLOW_PASSES
+    return SLOW_PASS_S if is_slow else PASS_S
 
 
 class Qwen3ForCausalLM(qwen3.Qwen3ForCausalLM):  # type: ignore[misc]
