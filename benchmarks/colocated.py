@@ -56,8 +56,8 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1, help="of each engine")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--offload", action="store_true", help="parameters are on the host")
-    parser.add_argument("--asleep-s", type=float, default=ASLEEP_S, help="one GPU")
-    parser.add_argument("--sleeps", action="store_true", help="several GPUs: whole cycles")
+    parser.add_argument("--asleep-s", type=float, default=ASLEEP_S, help="before a sync")
+    parser.add_argument("--sleeps", action="store_true", help="also on several GPUs")
     parser.add_argument(
         "--gpus-per-host", type=int, default=1, help=f"of {ranks.APART}; default: %(default)s"
     )
@@ -68,11 +68,13 @@ def main() -> None:
     allowed = names if args.gpus == 1 else on_gpus
     if wrong := set(args.arms or ()) - set(allowed):
         parser.error(f"arms {sorted(wrong)} with --gpus {args.gpus}; allowed: {allowed}")
-    if args.sleeps and len(args.arms or allowed) > 1 and ranks.NATIVE in (args.arms or allowed):
+    arms = args.arms or allowed
+    if args.sleeps and args.gpus == 1:
+        parser.error("--sleeps with --gpus 1: engines sleep there in any case, leave it out")
+    if args.sleeps and len(arms) > 1 and ranks.NATIVE in arms:
         parser.error(f"--sleeps: {ranks.NATIVE} has engines of its own, give it alone to --arms")
     if args.gpus % args.tp or args.gpus < args.tp:
         parser.error(f"--tp {args.tp}: must divide --gpus {args.gpus}")
-    arms = args.arms or allowed
     device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
     folder = args.folder or Path(tempfile.mkdtemp(prefix="colocated-"))
     folder.mkdir(parents=True, exist_ok=True)
@@ -92,7 +94,7 @@ def main() -> None:
                 device=args.device,
                 folder=folder,
                 gpus_per_host=args.gpus_per_host,
-                sleeps=args.sleeps,
+                asleep_s=args.asleep_s if args.sleeps else None,
             )
             for row in rows:
                 row["is_offloaded"] = args.offload

@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -37,7 +38,7 @@ from verl_sglang_sync.commands.bench.arms import (
     NativeManager,
     notes_of,
 )
-from verl_sglang_sync.commands.bench.colocated import ASLEEP_S, HostCopy, timed
+from verl_sglang_sync.commands.bench.colocated import HostCopy, timed
 from verl_sglang_sync.commands.bench.engine_server import DUMMY, engine_server, wait_until_healthy
 from verl_sglang_sync.commands.bench.model_shapes import MODELS
 from verl_sglang_sync.commands.bench.results_file import medians
@@ -79,7 +80,7 @@ def measure(
     environment: Mapping[str, str] | None = None,
     engine_arguments: tuple[str, ...] = (),
     gpus_per_host: int = 1,
-    sleeps: bool = False,
+    asleep_s: float | None = None,
 ) -> list[dict[str, Any]]:
     """A row for each arm, up to one that fails.
 
@@ -91,7 +92,8 @@ def measure(
         environment: of the ranks' processes, beside this one's.
         engine_arguments: more of SGLang's.
         gpus_per_host: in `compiled_apart`.
-        sleeps: the engines sleep before each sync, as in a training.
+        asleep_s: seconds that the engines sleep before each sync, as in a training. None: they do
+            not.
     """
     lines = folder / f"arms-{model}-{ranks}-{tp}.jsonl"
     lines.write_text("")
@@ -103,7 +105,7 @@ def measure(
         ) as logs,
         Ranks(folder, list(logs), **where) as trainers,
     ):
-        how = gpus_per_host, sleeps
+        how = gpus_per_host, asleep_s
         args = make_export, arms, str(config), runs, bucket_bytes, lines, *how
         trainers.run(_import_what_it_needs, *args)  # while the engines start
         for url, log in logs.items():
@@ -165,7 +167,7 @@ def _measure_rank(
     bucket_bytes: int,
     lines: Path,
     gpus_per_host: int,
-    sleeps: bool,
+    asleep_s: float | None,
 ) -> None:
     """Measure every arm; rank 0 appends what it saw to `lines`, one arm after the other."""
     export = make_export(rank)
@@ -175,9 +177,9 @@ def _measure_rank(
         with _apart(rank, gpus_per_host) if arm == APART else nullcontext():
             manager = _manager(arm, rank, config, settings)
             step = _step(arm, rank, export, manager)
-            slept = manager if sleeps else None
             warm_ups = NUM_WARM_UPS if arm in OURS else 1
-            seen = _measure_arm(step, rank, slept, warm_ups, runs)
+            own_asleep_s = None if manager is None else asleep_s  # what syncs nothing needs none
+            seen = _measure_arm(step, manager, rank.device, own_asleep_s, warm_ups, runs)
         if rank.rank == 0:
             with lines.open("a") as file:
                 file.write(
@@ -201,27 +203,27 @@ def _apart(rank: TrainerRank, gpus_per_host: int) -> Iterator[None]:
 
 
 def _measure_arm(
-    step: Step, rank: TrainerRank, slept: Any, warm_ups: int, runs: int
+    step: Step,
+    manager: Any,
+    device: torch.device,
+    asleep_s: float | None,
+    warm_ups: int,
+    runs: int,
 ) -> dict[str, Any]:
-    """What `runs` steps take, and one more with a look at the GPU's memory if its engine sleeps.
-
-    Args:
-        slept: the manager that puts the engine to sleep before each step, or None.
-    """
-    device = rank.device
+    """What `runs` steps take, and one more with a look at the GPU's memory if its engine sleeps."""
     measured: list[dict[str, float]] = []
     notes: dict[str, Any] = {}
     for i in range(warm_ups + runs):
         if i == warm_ups and device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        seconds, notes = _measure_step(step, device, slept)
+        seconds, notes = _measure_step(step, manager, device, asleep_s)
         print(f"step {i}: {seconds}", flush=True)
         measured.append(seconds)
     if device.type == "cuda":
         notes["peak_gpu_bytes"] = torch.cuda.max_memory_allocated()
-        if slept:
+        if asleep_s is not None:
             with MemorySamples(lambda: 0) as memory:
-                _measure_step(step, device, slept)
+                _measure_step(step, manager, device, asleep_s)
             notes["memory"] = memory.of(0)
     if "pair_bytes" in notes:
         notes["pair_bytes"] = _pairs_of_all(notes["pair_bytes"])
@@ -248,9 +250,13 @@ def _pairs_of_all(pairs: list[list[int]]) -> list[list[int]]:
 
 
 def _measure_step(
-    step: Step, device: torch.device, slept: Any
+    step: Step, manager: Any, device: torch.device, asleep_s: float | None
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """One step of all ranks, in a cycle of sleep and wake-up if there is a manager for that."""
+    """One step of all ranks, in a cycle of sleep and wake-up if engines sleep.
+
+    Args:
+        manager: of the engine, or None if the step syncs nothing.
+    """
     seconds: dict[str, float] = {}
 
     def stage(name: str, call: Callable[[], Any]) -> Any:
@@ -258,17 +264,19 @@ def _measure_step(
         with timed(seconds, name, device):
             return call()
 
-    if slept:
-        stage("release", lambda: asyncio.run(slept.release()))
-        time.sleep(ASLEEP_S)
-        stage("resume_weights", lambda: asyncio.run(slept.resume(("weights",))))
+    def resume(tag: str) -> None:
+        asyncio.run(manager.resume((tag,)))
+
+    if asleep_s is not None:
+        stage("release", lambda: asyncio.run(manager.release()))
+        time.sleep(asleep_s)
+        stage("resume_weights", partial(resume, "weights"))
     notes = stage("sync", step)
-    wake = notes.pop("wake", None)
-    if slept:
-        stage("resume_kv", lambda: asyncio.run(slept.resume(("kv_cache",))))
+    if asleep_s is not None:
+        stage("resume_kv", partial(resume, "kv_cache"))
         seconds["cycle"] = sum(seconds.values())
-    elif wake is not None:
-        wake()
+    elif manager is not None and manager.report is not None:
+        resume("kv_cache")  # resident already, and no part of the sync: our report ends here
     return seconds | notes.pop("seconds", {}), notes
 
 
@@ -293,16 +301,13 @@ def _step(arm: str, rank: TrainerRank, export: Export, manager: Any) -> Step:
 
 
 def _syncing(manager: Any, export: Export) -> Step:
-    def wake() -> None:  # resident already, and no part of the sync
-        asyncio.run(manager.resume(("kv_cache",)))
-
     def run() -> dict[str, Any]:
         asyncio.run(manager.sync(export(), version="0"))
         if manager.report is None:
             return {}
         report = manager.report
         size = {"num_tensors": report.num_tensors, "bytes": report.payload_bytes}
-        return {"wake": wake, **size, "pair_bytes": report.pair_bytes, **notes_of(report)}
+        return {**size, "pair_bytes": report.pair_bytes, **notes_of(report)}
 
     return run
 
