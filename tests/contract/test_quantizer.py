@@ -139,7 +139,6 @@ assert {"div.full.f32", "cvt.rn.satfinite.e4m3x2.f32"} <= set(ours), ours
 """
 
 
-@pytest.mark.slow
 def test_the_kernel_has_the_instructions_of_verls():
     """The interpreter divides otherwise than a GPU."""
     pytest.importorskip("triton")
