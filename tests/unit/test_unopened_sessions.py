@@ -3,6 +3,7 @@
 from functools import partial
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from sglang_loader.common.session.channel import trainer_end_on_network
@@ -95,6 +96,13 @@ def test_no_other_process_is_connected_to(trainer, engine, secret):
 def test_no_address_of_another_host_without_a_group(trainer, engine):
     serve_once(invitation(trainer, group=""))
     assert not trainer.wait(0.5) and not engine
+
+
+def test_without_a_signature_no_group_is_given(trainer):
+    unsigned = invitation(trainer, group="")
+    assert update_groups.groups_of(None, msgspec.structs.replace(unsigned, senders="g")) == []
+    signed_one = signed(msgspec.structs.replace(invitation(trainer), senders="g"), SECRET)
+    assert len(update_groups.groups_of(None, signed_one)) == 2, "the control"
 
 
 @pytest.mark.parametrize("breaks", [False, True])

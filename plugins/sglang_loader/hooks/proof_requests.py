@@ -24,11 +24,10 @@ def proof_fact(proof: Proof, differing: Sequence[str], *, is_good: bool) -> dict
     """Return the outcome of a session's proof, for the reply, or None if nothing was compared.
 
     Args:
-        proof: the session's, not "none".
         differing: tensors that the engine held with other bytes, on any TP rank.
         is_good: the session was published.
     """
-    if not (differing or is_good):
+    if proof == "none" or not (differing or is_good):
         return None
     return {"proof": proof, "differing": list(differing)}
 

@@ -96,6 +96,8 @@ def groups_of(runner: Any, descriptor: SessionDescriptor) -> list[Any]:
     Raises:
         SessionError: a group was never formed or is broken, or the descriptor is forged.
     """
+    if not descriptor.group:  # such a descriptor is not signed
+        return []
     groups = []
     for name in filter(None, (descriptor.group, descriptor.senders)):
         group, secret = update_groups(runner).get(name), _secrets.get(name)

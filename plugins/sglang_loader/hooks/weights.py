@@ -153,9 +153,7 @@ def _serve_session(update: WeightUpdate, updater: Any, request: Any) -> list[str
     def load() -> None:
         if descriptor is None:
             raise SessionError(f"the request has no session descriptor for this rank\n{reason}")
-        groups: list[Any] = []
-        if descriptor.group:  # otherwise all buckets are mapped
-            groups = groups_of(updater.tp_worker.model_runner, descriptor)
+        groups = groups_of(updater.tp_worker.model_runner, descriptor)
         steps = SessionSteps(
             after_join=update.flush,
             before_writing=update.begin_writing,
@@ -325,8 +323,7 @@ class WeightUpdate:
         if any(touched):  # otherwise nothing has changed
             set_gate(closing_reason(self._updater) or next(iter(failures), None))
         names = list(dict.fromkeys(name for names in differing for name in names))
-        if self.proof != "none":
-            self.proof_fact = proof_fact(self.proof, names, is_good=not failures)
+        self.proof_fact = proof_fact(self.proof, names, is_good=not failures)
         return failures
 
     def _load_in_frame(self, load: Callable[[], None]) -> str | None:

@@ -175,8 +175,6 @@ class WeightsBackup:
         self._free_if_defined()
 
     def _undefined_once_synced(self) -> list[Interval]:
-        if not self._undefined:
-            return []
         return subtract(self._undefined, [*self._covered, *self._written])
 
     def _worth_saving(self, allocated: tuple[Interval, ...]) -> list[Interval]:

@@ -187,9 +187,8 @@ class Sessions:
             return self.asks_for_proof, can_prove, list(chain(*dropped))
 
         asking, able, dropped = zip(*self.ranks.poll(join), strict=True)
-        if any(dropped):
-            # An engine on this rank's host may have died, and its session is the first rank's.
-            drop_references(filter(is_counted_here, chain(*dropped)))
+        # An engine on this rank's host may have died, and its session is the first rank's.
+        drop_references(filter(is_counted_here, chain(*dropped)))
         return any(asking) and all(able)
 
     @property

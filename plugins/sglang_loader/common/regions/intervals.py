@@ -64,6 +64,8 @@ def meets(intervals: Iterable[Interval], interval: Interval) -> bool:
 
 def subtract(merged: Sequence[Interval], removed: Iterable[Interval]) -> list[Interval]:
     """Return the bytes of `merged` that are in none of `removed`."""
+    if not merged:  # as at most ends of syncs, where `removed` has hundreds of ranges to sort
+        return []
     left: list[Interval] = []
     cuts = merge(removed)
     at = 0  # the first cut that may still meet this interval

@@ -14,7 +14,7 @@ from verl_sglang_sync.routes.table.shard_sending import ShardSending
 from verl_sglang_sync.routes.table.transports import RoundsInSync
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.host_memory import HOST_MEMORY
-from verl_sglang_sync.sources.snapshot import SourcesChanged, is_offloaded, require_sources
+from verl_sglang_sync.sources.snapshot import SourcesChanged, require_sources
 from verl_sglang_sync.trainer_ranks import world_size
 
 
@@ -121,8 +121,7 @@ class TableSource(SyncSource):
         num_buckets = len(self.context.cutter.buckets)
         if self.locations.all_blocks:
             self.report.num_pulled += num_buckets
-            if is_offloaded(self.weights):
-                self.report.host_memory_bytes = HOST_MEMORY.nbytes
+            self.report.host_memory_bytes = HOST_MEMORY.nbytes
         if self._rounds is not None:
             self._rounds.count(self.report, num_buckets)
         self.note_read()
