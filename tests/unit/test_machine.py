@@ -1,0 +1,74 @@
+"""`benchmarks/machine.py`: runs side by side on a machine's GPUs, each with a limit."""
+
+import pytest
+from benchmarks.machine import Run, make, read_runs
+
+
+def run_of(name, command, *, gpus=1, limit_s=20):
+    return Run(name=name, gpus=gpus, limit_s=limit_s, command=command)
+
+
+def test_runs_side_by_side_have_gpus_apart(tmp_path):
+    """Each waits for the other, so that both are certain to run at once."""
+    runs = [
+        run_of(
+            own,
+            f"echo $CUDA_VISIBLE_DEVICES > {tmp_path}/{own}.gpus; "
+            f"until [ -e {tmp_path}/{other}.gpus ]; do sleep 0.05; done",
+            gpus=2,
+        )
+        for own, other in (("one", "other"), ("other", "one"))
+    ]
+    assert make(runs, 4, tmp_path, 60) == {"one": 0, "other": 0}
+    assert [(tmp_path / f"{run.name}.gpus").read_text() for run in runs] == ["0,1\n", "2,3\n"]
+
+
+def test_a_run_waits_until_gpus_are_free(tmp_path):
+    order = f"echo {{json}} >> {tmp_path}/order"
+    runs = [
+        run_of("narrow", f"sleep 0.3; {order}"),
+        run_of("wide", order, gpus=2),
+        run_of("last", order),
+    ]
+    make(runs, 2, tmp_path, 60)
+    made = (tmp_path / "order").read_text().split()
+    assert made == [str(tmp_path / f"{run.name}.json") for run in runs]
+
+
+def test_a_limit_ends_a_run_with_its_children(tmp_path):
+    child = f"sleep 1.5; touch {tmp_path}/late"
+    runs = [run_of("slow", f"({child}) & wait", limit_s=0.5), run_of("next", "sleep 1.5; exit 3")]
+    assert make(runs, 1, tmp_path, 60) == {"slow": 124, "next": 3}
+    assert not (tmp_path / "late").exists()
+    assert (tmp_path / "slow.status").read_text() == "124\n"
+
+
+def test_a_repeated_call_makes_what_is_left(tmp_path):
+    runs = [run_of("short", "true", limit_s=5), run_of("long", "true", limit_s=50)]
+    assert make(runs, 1, tmp_path, 10) == {"short": 0}
+    assert make(runs, 1, tmp_path, 60) == {"long": 0}
+
+
+def test_rows_of_four_gpus_can_be_read():
+    from benchmarks.machine import ROOT
+
+    runs = read_runs(ROOT / "benchmarks/rows_4gpus.yaml", "*-tp2")
+    assert {run.name: run.gpus for run in runs} == {
+        "deaths-tp2": 2,
+        "engine-weights-tp2": 2,
+        "fp8-30b-tp2": 2,
+    }
+
+
+@pytest.mark.parametrize(
+    ("limit", "only", "error"),
+    [
+        ("limit", "*", r"one has \['command', 'gpus', 'limit'\], not command"),
+        ("limit_s", "two*", r"has no run 'two\*': allowed: one"),
+    ],
+)
+def test_unusable_runs_are_refused_by_name(limit, only, error, tmp_path):
+    file = tmp_path / "runs.yaml"
+    file.write_text(f"one: {{gpus: 1, {limit}: 5, command: 'true'}}\n")
+    with pytest.raises(ValueError, match=error):
+        read_runs(file, only)
