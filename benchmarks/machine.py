@@ -1,12 +1,14 @@
-"""All measurements of one machine, as many at a time as its GPUs hold.
+"""All measurements or GPU tests of one machine, as many at a time as its GPUs hold.
 
     python benchmarks/machine.py benchmarks/rows_4gpus.yaml --out DIR
     python benchmarks/machine.py benchmarks/rows_4gpus.yaml --out DIR --only 'grpo-*' --for-s 560
+    python benchmarks/machine.py tests/gpu/parts.yaml --out DIR        # `pytest -m gpu`
 
 A file names runs: a command, the GPUs that it takes, and the seconds after which it is ended. Runs
 start in the order of the file, each when enough GPUs are free. What a run prints is in
 `DIR/NAME.log`, its results are in `DIR/NAME.json`, and `DIR/NAME.status` has its exit status. A run
 that has a status is not made again, so that a call that ended early (`--for-s`) can be repeated.
+Runs that need more GPUs than there are are left.
 
 In a command `{python}` is this Python, `{json}` the file of results, and `{folder}` a folder of
 the run. Each run keeps load plans of its own.
@@ -94,6 +96,11 @@ def read_runs(path: Path, only: str) -> list[Run]:
     return runs
 
 
+def unmade(runs: list[Run], out: Path) -> list[Run]:
+    """Return the runs that have no status yet."""
+    return [run for run in runs if not (out / f"{run.name}.status").exists()]
+
+
 def start(run: Run, gpus: tuple[int, ...], out: Path) -> Running:
     """Start a run on these GPUs."""
     command = run.command.format(
@@ -125,7 +132,7 @@ def make(runs: list[Run], num_gpus: int, out: Path, for_s: float) -> dict[str, i
     Returns:
         The exit status of each run that was made, by name.
     """
-    waiting = [run for run in runs if not (out / f"{run.name}.status").exists()]
+    waiting = [run for run in unmade(runs, out) if run.gpus <= num_gpus]
     running: list[Running] = []
     statuses: dict[str, int] = {}
     free, deadline = set(range(num_gpus)), time.monotonic() + for_s
@@ -166,12 +173,10 @@ def main() -> None:
 
         args.gpus = torch.cuda.device_count()
     runs = read_runs(args.runs, args.only)
-    if too_wide := [run.name for run in runs if run.gpus > args.gpus]:
-        parser.error(f"{', '.join(too_wide)}: needs more than {args.gpus} GPUs")
     args.out.mkdir(parents=True, exist_ok=True)
     statuses = make(runs, args.gpus, args.out.resolve(), args.for_s)
-    left = [run.name for run in runs if not (args.out / f"{run.name}.status").exists()]
-    print(f"made {len(statuses)}, left for want of time: {', '.join(left) or 'none'}")
+    left = [run.name for run in unmade(runs, args.out)]
+    print(f"made {len(statuses)}, left for want of time or GPUs: {', '.join(left) or 'none'}")
     sys.exit(any(statuses.values()))
 
 

@@ -1,7 +1,9 @@
 """`benchmarks/machine.py`: runs side by side on a machine's GPUs, each with a limit."""
 
+import shlex
+
 import pytest
-from benchmarks.machine import Run, make, read_runs
+from benchmarks.machine import ROOT, Run, make, read_runs
 
 
 def run_of(name, command, *, gpus=1, limit_s=20):
@@ -49,14 +51,18 @@ def test_a_repeated_call_makes_what_is_left(tmp_path):
     assert make(runs, 1, tmp_path, 60) == {"long": 0}
 
 
-def test_rows_of_four_gpus_can_be_read():
-    from benchmarks.machine import ROOT
+@pytest.mark.parametrize("file", ["benchmarks/rows_4gpus.yaml", "tests/gpu/parts.yaml"])
+def test_runs_of_the_repository_are_whole(file):
+    for run in read_runs(ROOT / file, "*"):
+        words = shlex.split(run.command.format(python="P", json="J", folder="F"))
+        paths = [word.split("::")[0] for word in words if word.endswith(".py") or "::" in word]
+        assert paths and all((ROOT / path).exists() for path in paths), run.name
+        assert 1 <= run.gpus <= 4 and run.limit_s < 600
 
-    runs = read_runs(ROOT / "benchmarks/rows_4gpus.yaml", "*-tp2")
-    assert {run.name: run.gpus for run in runs} == {
-        "deaths-tp2": 2,
-        "engine-weights-tp2": 2,
-        "fp8-30b-tp2": 2,
+
+def test_a_run_of_too_many_gpus_is_left(tmp_path):
+    assert make([run_of("wide", "true", gpus=2), run_of("narrow", "true")], 1, tmp_path, 60) == {
+        "narrow": 0
     }
 
 
