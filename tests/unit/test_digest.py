@@ -68,8 +68,10 @@ def test_two_words_exchanged_change_it(words, data):
     assert_all_differ([torch.tensor(words), torch.tensor(other)])
 
 
-def test_a_chunked_digest_equals_its_description(monkeypatch):
-    monkeypatch.setattr(module, "CHUNK_WORDS", 4)
+@pytest.mark.parametrize(("chunk_words", "together_words"), [(4, 1), (4, 9), (8, 1000)])
+def test_a_chunked_digest_equals_its_description(chunk_words, together_words, monkeypatch):
+    monkeypatch.setattr(module, "CHUNK_WORDS", chunk_words)
+    monkeypatch.setattr(module, "TOGETHER_WORDS", together_words)
     storages = [random_bytes(size) for size in range(100)]
     expected = [as_described(bytes(data.tolist())) for data in storages]
     assert [tuple(found) for found in digests(storages).tolist()] == expected
@@ -88,7 +90,7 @@ def check(device):
     storages = [random_bytes(size, device) for size in SIZES]
     views = [random_bytes(size + i % 17, device)[i % 17 :] for i, size in enumerate(SIZES)]
     aligned = [view.clone() for view in views]
-    expected = torch.stack([module._by_torch(data) for data in [*storages, *aligned]])
+    expected = module._by_torch([*storages, *aligned])
     assert torch.equal(module._by_kernel([*storages, *aligned]), expected)
     assert torch.equal(digests([*storages, *views]), expected)
 

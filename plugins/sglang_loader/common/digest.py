@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import chain
 
 import torch
 
@@ -26,6 +27,8 @@ BLOCK_WORDS = 1024
 NUM_WARPS = 4
 CHUNK_WORDS = 1 << 20
 """Words of one run of torch's operators. The temporaries are a few times as large."""
+TOGETHER_WORDS = 16 << 10
+"""Words of small storages that torch's operators read in one run. Larger ones have their own."""
 # Odd and below 2**63: the multipliers of xorshift64*, of Evensen's moremur, of MurmurHash3 and PCG.
 _FACTORS = {
     "PLACE": 0x2545F4914F6CDD1D,
@@ -54,7 +57,7 @@ def digests(storages: Sequence[torch.Tensor]) -> torch.Tensor:
     ]
     if is_available(aligned[0].device):
         return _by_kernel(aligned)
-    return torch.stack([_by_torch(data) for data in aligned])
+    return _by_torch(aligned)
 
 
 def digests_on_host(storages: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -66,25 +69,61 @@ def digests_on_host(storages: Sequence[torch.Tensor]) -> torch.Tensor:
     return rows
 
 
-def _by_torch(data: torch.Tensor) -> torch.Tensor:
-    """Compute the digest of one storage, a chunk at a time."""
-    num_words, rest = divmod(data.numel(), 8)
-    total = torch.zeros(2, dtype=torch.int64, device=data.device)
-    for start in range(0, num_words + 1, CHUNK_WORDS):
-        chunk = data[8 * start : 8 * (start + CHUNK_WORDS)]
-        if start + CHUNK_WORDS > num_words:  # the last chunk, with the last word
-            last = torch.zeros(8 * (num_words + 1 - start), dtype=torch.uint8, device=data.device)
-            last[: len(chunk)] = chunk
-            last[-1] = rest
-            chunk = last
-        total += _lane_sums(chunk.view(torch.int64), start)
-    return total
+def _by_torch(storages: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Compute the digests of storages that are aligned to 8 bytes, with torch's operators."""
+    # The full chunks of a storage come one by one. What is left of many storages comes together:
+    # a model has hundreds of small ones.
+    sums: list[torch.Tensor] = []
+    rests: list[tuple[torch.Tensor, int]] = []  # each with the position of its first word
+    num_left = 0
+    for data in storages:
+        num_chunked = data.numel() // 8 // CHUNK_WORDS * CHUNK_WORDS
+        rest = data[8 * num_chunked :]
+        num_left += rest.numel() // 8 + 1
+        if rests and num_left > TOGETHER_WORDS:
+            sums.append(_sums_of_rests(rests))
+            rests, num_left = [], rest.numel() // 8 + 1
+        rests.append((rest, num_chunked))
+    totals = torch.cat([*sums, _sums_of_rests(rests)])
+    for total, data in zip(totals, storages, strict=True):
+        for start in range(0, data.numel() // 8 - CHUNK_WORDS + 1, CHUNK_WORDS):
+            words = data[8 * start : 8 * (start + CHUNK_WORDS)].view(torch.int64)
+            places = torch.arange(start, start + CHUNK_WORDS, device=data.device)
+            total += _lanes_of(words, places).sum(dim=1)
+    return totals
 
 
-def _lane_sums(words: torch.Tensor, start: int) -> torch.Tensor:
-    """Return the sums that int64 words from position `start` on add to the two lanes."""
+def _sums_of_rests(rests: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor:
+    """Return what the last words of some storages add to their digests: int64 `[n, 2]`.
+
+    Args:
+        rests: the last bytes of each storage, with the position of their first word.
+    """
+    device = rests[0][0].device
+    # Behind the remaining bytes of a storage come zeros, and the number of these bytes.
+    fillings = {
+        num: torch.tensor([0] * (7 - num) + [num], dtype=torch.uint8, device=device)
+        for num in {rest.numel() % 8 for rest, _ in rests}
+    }
+    filled = chain.from_iterable((rest, fillings[rest.numel() % 8]) for rest, _ in rests)
+    words = torch.cat(list(filled)).view(torch.int64)
+    if len(rests) == 1:
+        start = rests[0][1]
+        places = torch.arange(start, start + len(words), device=device)
+        return _lanes_of(words, places).sum(dim=1).unsqueeze(0)
+    sizes = torch.tensor([rest.numel() // 8 + 1 for rest, _ in rests])
+    ends = sizes.cumsum(0)
+    shifts = torch.tensor([start for _, start in rests]) - (ends - sizes)
+    places = torch.arange(len(words)) + shifts.repeat_interleave(sizes)
+    # Up to and with each storage: the difference of two is what one storage adds.
+    running = _lanes_of(words, places.to(device)).cumsum(dim=1)[:, (ends - 1).to(device)]
+    return running.diff(dim=1, prepend=running.new_zeros(2, 1)).t()
+
+
+def _lanes_of(words: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Return what int64 words at these positions add to the two lanes: int64 `[2, n]`."""
     factor, *factors = _FACTORS.values()
-    keys = torch.arange(start, start + len(words), device=words.device).mul_(factor)
+    keys = places.mul_(factor)
     lanes = torch.stack([words ^ keys, words + keys])
     halves = lanes.view(torch.int32)  # low, high, low, ...
     for first, second in zip(factors[:2], factors[2:], strict=True):
@@ -92,7 +131,7 @@ def _lane_sums(words: torch.Tensor, start: int) -> torch.Tensor:
         lanes[0] *= first
         lanes[1] *= second
     halves[:, ::2] ^= halves[:, 1::2]
-    return lanes.sum(dim=1)
+    return lanes
 
 
 def _by_kernel(storages: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -122,7 +161,7 @@ def is_available(device: torch.device) -> bool:
 
     def agrees_with_torch() -> bool:
         data = torch.arange(8 * PART_WORDS + 13, device=device).to(torch.uint8)
-        return torch.equal(_by_kernel([data])[0], _by_torch(data))
+        return torch.equal(_by_kernel([data]), _by_torch([data]))
 
     return kernel_works("computes digests", device, agrees_with_torch)
 
