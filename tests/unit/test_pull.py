@@ -21,6 +21,7 @@ from sglang_loader.common.weight_map import (
     encode_weight_map,
 )
 from sglang_loader.session.mapped_memory import MappedMemory
+from sglang_loader.session.model_loader import ModelLoader
 from support.settings import settings_of
 from unit import route_ranks
 from unit.route_ranks import TP, Rank
@@ -413,6 +414,30 @@ def test_a_failure_after_commit_leaves_ranks_in_step(pool):
     for seen in route_ranks.play(pool, LatePullRank, {"kind": "dense"}, *steps):
         assert len(seen["errors"]) == 1 and "gone after Commit" in seen["errors"][0]
         assert seen["routes"][-3:] == ["export", "pull", "pull"] and seen["state"] == "PROVEN"
+
+
+class UnmappingRank(PullRank):
+    """A rank of whose engine ranks one fails, once, to let go of what it has read."""
+
+    def sync_unmapping_badly(self):
+        let_go, left = ModelLoader.let_go, [dist.get_rank() == TP]
+
+        def fails(loader):
+            if left[0]:
+                left[0] = False
+                raise RuntimeError("it cannot be unmapped")
+            let_go(loader)
+
+        with mock.patch.object(ModelLoader, "let_go", fails):
+            self.sync()
+
+
+def test_a_rank_that_cannot_unmap_publishes_nothing(pool):
+    """Nor does another replica, so that the sync can be made again."""
+    steps = [*["sync"] * 3, "step", "sync_unmapping_badly", "step", "sync"]
+    for seen in route_ranks.play(pool, UnmappingRank, {"kind": "dense"}, *steps):
+        assert seen["errors"] == [] and seen["recoveries"] == ["EXPORT"]
+        assert seen["routes"] == ["export", "pull", "pull", "export", "pull"]
 
 
 def test_engines_failing_during_comparison_prove_nothing(pool):

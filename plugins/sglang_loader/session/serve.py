@@ -181,6 +181,8 @@ class Session:
         assert self._outcome is not None, "nothing was loaded"
         with self._reporting_failure():
             self._wait_for_device()
+            # Before Loaded, after which other engines may publish: nothing of this may fail then.
+            self.stop_reading()
             self._channel.send(
                 messages.Loaded,
                 **asdict(self._outcome),
@@ -189,7 +191,6 @@ class Session:
                 host=host_id(),
                 seconds=dict(self._seconds),
             )
-            self.stop_reading()  # while the trainer reads the message
             commit = _expected(messages.Commit, self._channel.receive())
         return commit.is_last
 
