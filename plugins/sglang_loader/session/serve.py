@@ -48,9 +48,6 @@ logger = logging.getLogger(__name__)
 Message = TypeVar("Message", bound=FromTrainer)
 Load: TypeAlias = messages.LoadBucket | messages.LoadShards | messages.LoadRound
 
-HANDSHAKE_TIMEOUT_S = 120.0
-"""The least limit for Welcome. Before that the trainer opens sessions with all replicas, traces,
-locates, and packs the first bucket of an export."""
 POLL_S = 0.0001
 NUM_DESCRIPTORS = 1024
 """Number of descriptors that are kept. A request with one of these descriptors is refused."""
@@ -268,8 +265,7 @@ class Session:
         for loader in self._loaders:
             loader.check_addresses()
             loader.prepare()
-        limit_s = max(HANDSHAKE_TIMEOUT_S, self._limit_s)
-        _expected(messages.Welcome, self._channel.receive(timeout_s=limit_s))
+        _expected(messages.Welcome, self._channel.receive())
         if self._proof is not None:
             with self._spending("proving"):
                 self._proof.begin(self._steps.before_writing)

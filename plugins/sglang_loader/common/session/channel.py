@@ -127,21 +127,17 @@ class Channel(Generic[Received]):
         except zmq.Again:
             raise PeerLost(f"{kind.__name__} was not sent: the {self._peer} is gone") from None
 
-    def receive(
-        self, *, timeout_s: float | None = None, watch: Callable[[], None] | None = None
-    ) -> Received:
+    def receive(self, *, watch: Callable[[], None] | None = None) -> Received:
         """Return the peer's next message.
 
         Args:
-            timeout_s: a shorter limit than the session's, in seconds.
             watch: called every `POLL_MS`. May end the wait by raising.
 
         Raises:
             SessionError: silence, a dead peer, a wrong token or version, or not a message.
         """
-        limit = self._timeout_s if timeout_s is None else min(timeout_s, self._timeout_s)
-        if not self.wait(limit, watch):
-            raise PeerLost(f"no message from the {self._peer} within {limit:g} s")
+        if not self.wait(self._timeout_s, watch):
+            raise PeerLost(f"no message from the {self._peer} within {self._timeout_s:g} s")
         return self._received.popleft()
 
     def wait(self, limit_s: float, watch: Callable[[], None] | None = None) -> bool:
