@@ -13,6 +13,7 @@ with TrainerSession(sockets, settings, names) as session:
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from contextlib import suppress
@@ -79,6 +80,19 @@ class StoredBytes:
         return cls(data, digest_of(data))
 
 
+class _Forks:
+    """The number of times that this process has forked."""
+
+    num = 0
+
+    def count(self) -> None:
+        self.num += 1
+
+
+_forks = _Forks()
+os.register_at_fork(after_in_parent=_forks.count, after_in_child=_forks.count)
+
+
 class SessionSockets:
     """The sockets of this process's sessions.
 
@@ -91,20 +105,23 @@ class SessionSockets:
         self._host = host
         self._folder: SessionFolder | None = None
         self._spare: Channel[FromEngine] | None = None
+        self._num_forks = 0  # of this process, when the spare was opened
 
     def open(self) -> Channel[FromEngine]:
         """Open a socket for another session."""
         if self._host is not None:
             return trainer_end_on_network(self._host)
         spare, self._spare = self._spare, None
-        # A cleaner of temporary files may have removed it, or the folder.
-        if spare is not None and spare.is_in_place:
+        # A cleaner of temporary files may have removed it, or the folder. A child that the process
+        # has forked since would listen at the same address, also after this process's death.
+        if spare is not None and spare.is_untouched and self._num_forks == _forks.num:
             return spare
         return trainer_end(self.folder.new_endpoint())
 
     def prepare(self) -> None:
         """Open the socket of the next session. Call this when this thread would only wait."""
         if self._host is None and self._spare is None:
+            self._num_forks = _forks.num
             self._spare = trainer_end(self.folder.new_endpoint())
 
     @property

@@ -65,9 +65,11 @@ class Channel(Generic[Received]):
         self._socket.setsockopt(zmq.IPV6, 1)  # and IPv4
         self._received: deque[Received] = deque()
         self._is_peer_gone = False
+        self._has_peer = False  # on the trainer's end, also if the peer has left since
         self.has_heard = False
         self._connect_deadline: float | None = None  # None: connected, or the trainer's end
         events = zmq.EVENT_CONNECTED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_DISCONNECTED
+        events |= zmq.EVENT_ACCEPTED
         self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(events)
         is_file = bind and endpoint.startswith("ipc://")
         path = Path(endpoint.removeprefix("ipc://")) if is_file else None
@@ -104,9 +106,13 @@ class Channel(Generic[Received]):
         return self._is_peer_gone
 
     @property
-    def is_in_place(self) -> bool:
-        """True if the trainer's end in a folder can still be found, and had no peer that left."""
-        return Path(self.endpoint.removeprefix("ipc://")).is_socket() and not self.is_peer_gone
+    def is_untouched(self) -> bool:
+        """True if the trainer's end in a folder can be found, no peer has come, and it works."""
+        try:
+            self._look_at_peer()
+        except zmq.ZMQError:  # somebody has destroyed the context, which the process shares
+            return False
+        return not self._has_peer and Path(self.endpoint.removeprefix("ipc://")).is_socket()
 
     @property
     def bound_to(self) -> str:
@@ -216,6 +222,8 @@ class Channel(Generic[Received]):
             event = recv_monitor_message(self._monitor)["event"]
             if event == zmq.EVENT_CONNECTED:
                 self._connect_deadline = None
+            elif event == zmq.EVENT_ACCEPTED:
+                self._has_peer = True
             elif event == zmq.EVENT_DISCONNECTED:
                 self._is_peer_gone = True
             elif self._connect_deadline is not None:  # refused, and never tried again
@@ -243,7 +251,8 @@ def _close(
     socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes], bound_at: Path | None, owner: int
 ) -> None:
     """Close the sockets, also of a channel that was never closed."""
-    if os.getpid() != owner:  # a forked child of its owner, to which they still belong
+    # In a forked child they still belong to the owner. A destroyed context has closed them.
+    if os.getpid() != owner or socket.closed:
         return
     # In this order: an event for a monitor that is closed first would block zmq's thread, and every
     # socket of the process, for ever.
