@@ -2,7 +2,7 @@
 
     python benchmarks/machine.py benchmarks/rows_4gpus.yaml --out DIR
     python benchmarks/machine.py benchmarks/rows_4gpus.yaml --out DIR --only 'grpo-*' --for-s 560
-    python benchmarks/machine.py tests/gpu/parts.yaml --out DIR        # `pytest -m gpu`
+    python benchmarks/machine.py tests/gpu/parts.yaml --out DIR
 
 A file names runs: a command, the GPUs that it takes, and the seconds after which it is ended. Runs
 start in the order of the file, each when enough GPUs are free. What a run prints is in
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,6 +37,8 @@ from omegaconf import OmegaConf  # noqa: E402
 from sglang_loader.common.engine_settings import LOAD_PLANS_VARIABLE  # noqa: E402
 
 POLL_S = 0.2
+GRACE_S = 10.0
+"""Longest wait for an interrupted run."""
 TIMED_OUT = 124
 """Exit status of a run that its limit has ended."""
 
@@ -67,14 +70,19 @@ class Running:
         """Return the exit status, or None while the run goes on. End a run after its limit."""
         status = self.process.poll()
         if status is None and time.monotonic() > self.started + self.run.limit_s:
+            status = TIMED_OUT
+        if status is not None:
             self.end()
-            return TIMED_OUT
         return status
 
     def end(self) -> None:
-        """End the run with all processes that it has started."""
+        """End the run, with what is left of the processes of its group."""
+        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            if self.process.poll() is None:  # so that it ends what leads other groups
+                os.killpg(self.process.pid, signal.SIGINT)
+                self.process.wait(GRACE_S)
         with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # it leads a group of its own
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
 
@@ -82,13 +90,19 @@ def read_runs(path: Path, only: str) -> list[Run]:
     """Read the runs of a file whose names match a pattern.
 
     Raises:
-        ValueError: a run has another key than those of `Run`, or lacks one, or no name matches.
+        ValueError: a run has another key than those of `Run`, or lacks one, or its command has
+            other braces than those that are replaced, or no name matches.
     """
     document: Any = OmegaConf.to_container(OmegaConf.load(path))
     runs = []
     for name, fields in document.items():
         if fields.keys() != {"gpus", "limit_s", "command"}:
             raise ValueError(f"{path}: {name} has {sorted(fields)}, not command, gpus, limit_s")
+        try:
+            fields["command"].format(python="", json="", folder="")
+        except (KeyError, IndexError, ValueError) as error:
+            text = "allowed: {python}, {json}, {folder}"
+            raise ValueError(f"{path}: the command of {name} has braces: {error}. {text}") from None
         if fnmatch.fnmatch(str(name), only):
             runs.append(Run(name=str(name), **fields))
     if not runs:
@@ -102,13 +116,18 @@ def unmade(runs: list[Run], out: Path) -> list[Run]:
 
 
 def start(run: Run, gpus: tuple[int, ...], out: Path) -> Running:
-    """Start a run on these GPUs."""
+    """Start a run on these GPUs, without what an interrupted one of this name has left."""
+    for left in (f"{run.name}.plans", run.name):
+        shutil.rmtree(out / left, ignore_errors=True)
+    (out / f"{run.name}.json").unlink(missing_ok=True)
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = given.split(",") if given else [str(number) for number in range(max(gpus) + 1)]
     command = run.command.format(
         python=sys.executable, json=out / f"{run.name}.json", folder=out / run.name
     )
     environment = {
         **os.environ,
-        "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)),
+        "CUDA_VISIBLE_DEVICES": ",".join(names[number] for number in gpus),
         LOAD_PLANS_VARIABLE: str(out / f"{run.name}.plans"),
     }
     with (out / f"{run.name}.log").open("wb") as log:
@@ -119,8 +138,14 @@ def start(run: Run, gpus: tuple[int, ...], out: Path) -> Running:
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=_accept_interrupts,
         )
     return Running(run, gpus, process, time.monotonic())
+
+
+def _accept_interrupts() -> None:
+    """Undo that a shell in the background has the processes that it starts ignore interrupts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def make(runs: list[Run], num_gpus: int, out: Path, for_s: float) -> dict[str, int]:
@@ -130,7 +155,7 @@ def make(runs: list[Run], num_gpus: int, out: Path, for_s: float) -> dict[str, i
         for_s: no run begins that could last longer than this many seconds from now on.
 
     Returns:
-        The exit status of each run that was made, by name.
+        The exit status of each run that was made now, by name.
     """
     waiting = [run for run in unmade(runs, out) if run.gpus <= num_gpus]
     running: list[Running] = []
@@ -174,10 +199,18 @@ def main() -> None:
         args.gpus = torch.cuda.device_count()
     runs = read_runs(args.runs, args.only)
     args.out.mkdir(parents=True, exist_ok=True)
-    statuses = make(runs, args.gpus, args.out.resolve(), args.for_s)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the runs
+    make(runs, args.gpus, args.out.resolve(), args.for_s)
     left = [run.name for run in unmade(runs, args.out)]
-    print(f"made {len(statuses)}, left for want of time or GPUs: {', '.join(left) or 'none'}")
-    sys.exit(any(statuses.values()))
+    statuses = {
+        run.name: (args.out / f"{run.name}.status").read_text().strip()
+        for run in runs
+        if run.name not in left
+    }
+    failed = [name for name, status in statuses.items() if status != "0"]
+    print(f"made {len(statuses)}, of which failed: {', '.join(failed) or 'none'}")
+    print(f"left for want of time or GPUs: {', '.join(left) or 'none'}")
+    sys.exit(bool(failed))
 
 
 if __name__ == "__main__":

@@ -60,6 +60,30 @@ def test_runs_of_the_repository_are_whole(file):
         assert 1 <= run.gpus <= 4 and run.limit_s < 600
 
 
+def test_every_file_of_gpu_tests_has_a_part():
+    parts = " ".join(run.command for run in read_runs(ROOT / "tests/gpu/parts.yaml", "*"))
+    assert all(file.name in parts for file in (ROOT / "tests/gpu").glob("test_*.py"))
+
+
+def test_what_a_run_leaves_ends_with_it(tmp_path):
+    child = f"sleep 1.5; touch {tmp_path}/late"
+    runs = [run_of("leaves", f"({child}) & exit 3"), run_of("next", "sleep 2")]
+    assert make(runs, 1, tmp_path, 60) == {"leaves": 3, "next": 0}
+    assert not (tmp_path / "late").exists()
+
+
+def test_a_run_made_anew_begins_without_files(tmp_path):
+    (tmp_path / "again").mkdir()
+    (tmp_path / "again.json").write_text("of an interrupted run")
+    assert make([run_of("again", "ls {json} {folder}")], 1, tmp_path, 60) == {"again": 2}
+
+
+def test_runs_get_the_gpus_of_their_caller(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-5")
+    make([run_of("both", "echo $CUDA_VISIBLE_DEVICES", gpus=2)], 2, tmp_path, 60)
+    assert (tmp_path / "both.log").read_text() == "2,GPU-5\n"
+
+
 def test_a_run_of_too_many_gpus_is_left(tmp_path):
     assert make([run_of("wide", "true", gpus=2), run_of("narrow", "true")], 1, tmp_path, 60) == {
         "narrow": 0
@@ -67,14 +91,20 @@ def test_a_run_of_too_many_gpus_is_left(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("limit", "only", "error"),
+    ("key", "command", "only", "error"),
     [
-        ("limit", "*", r"one has \['command', 'gpus', 'limit'\], not command"),
-        ("limit_s", "two*", r"has no run 'two\*': allowed: one"),
+        ("limit", "true", "*", r"one has \['command', 'gpus', 'limit'\], not command"),
+        (
+            "limit_s",
+            "echo {gpus}",
+            "*",
+            r"one has braces: 'gpus'. allowed: {python}",
+        ),
+        ("limit_s", "true", "two*", r"has no run 'two\*': allowed: one"),
     ],
 )
-def test_unusable_runs_are_refused_by_name(limit, only, error, tmp_path):
+def test_unusable_runs_are_refused_by_name(key, command, only, error, tmp_path):
     file = tmp_path / "runs.yaml"
-    file.write_text(f"one: {{gpus: 1, {limit}: 5, command: 'true'}}\n")
+    file.write_text(f"one: {{gpus: 1, {key}: 5, command: '{command}'}}\n")
     with pytest.raises(ValueError, match=error):
         read_runs(file, only)
