@@ -114,7 +114,7 @@ class SessionSockets:
         spare, self._spare = self._spare, None
         # A cleaner of temporary files may have removed it, or the folder. A child that the process
         # has forked since would listen at the same address, also after this process's death.
-        if spare is not None and spare.is_untouched and self._num_forks == _forks.num:
+        if spare is not None and self._num_forks == _forks.num and spare.is_untouched:
             return spare
         return trainer_end(self.folder.new_endpoint())
 
