@@ -101,10 +101,10 @@ def _sums_of_rests(rests: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor:
     """
     device = rests[0][0].device
     # Behind the remaining bytes of a storage come zeros, and the number of these bytes.
-    fillings = {
-        num: torch.tensor([0] * (7 - num) + [num], dtype=torch.uint8, device=device)
-        for num in {rest.numel() % 8 for rest, _ in rests}
-    }
+    fillings = {}
+    for num in {rest.numel() % 8 for rest, _ in rests}:
+        fillings[num] = torch.zeros(8 - num, dtype=torch.uint8, device=device)
+        fillings[num][-1] = num
     filled = chain.from_iterable((rest, fillings[rest.numel() % 8]) for rest, _ in rests)
     words = torch.cat(list(filled)).view(torch.int64)
     if len(rests) == 1:
