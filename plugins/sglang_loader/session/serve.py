@@ -20,7 +20,7 @@ import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from operator import attrgetter
 from typing import Any, TypeAlias, TypeVar
@@ -165,7 +165,7 @@ class Session:
             self._load_all()
 
     def await_commit(self) -> bool:
-        """Wait for the device, report that this rank has loaded, and wait for the trainer's Commit.
+        """Wait for the device, unmap, report that this rank has loaded, and wait for the Commit.
 
         Call this when all TP ranks have launched their loads.
 
@@ -220,11 +220,12 @@ class Session:
         self._has_released = True
         # After a failure the device may still read them.
         synchronize(self._device)
-        for loader in self._loaders:
-            loader.let_go()
-        self._mapped.release()
-        if self._received is not None:
-            self._received.release()
+        with ExitStack() as stack:  # an error of one keeps no other from letting go
+            if self._received is not None:
+                stack.callback(self._received.release)
+            stack.callback(self._mapped.release)
+            for loader in reversed(self._loaders):
+                stack.callback(loader.let_go)
 
     def conclude(self, failures: Sequence[str], kind: messages.FailureKind = "other") -> None:
         """Report the outcome on all TP ranks to the trainer: the failures, or success.
