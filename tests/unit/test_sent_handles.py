@@ -4,6 +4,7 @@ A file with counters as torch has them stands for a GPU's: 1 until a handle's re
 """
 
 import os
+import signal
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -155,6 +156,16 @@ def test_the_next_socket_is_prepared(change):
     with sockets.open() as opened, engine_end(opened.endpoint):
         assert (opened is spare) == (change == "nothing")
     assert sockets._spare is None
+
+
+def test_a_forked_child_opens_its_own_socket():
+    sockets = SessionSockets()
+    sockets.prepare()
+    spare = sockets._spare
+    if (child := os.fork()) == 0:
+        signal.alarm(10)  # a socket of the parent may never answer here
+        os._exit(sockets.open() is spare)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @pytest.mark.parametrize("keep", [False, True])
