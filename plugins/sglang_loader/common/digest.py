@@ -11,9 +11,8 @@ digest. In each lane the mixing is one-to-one: the change of a single word alway
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import chain
 
 import torch
 
@@ -71,59 +70,62 @@ def digests_on_host(storages: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _by_torch(storages: Sequence[torch.Tensor]) -> torch.Tensor:
     """Compute the digests of storages that are aligned to 8 bytes, with torch's operators."""
-    # The full chunks of a storage come one by one. What is left of many storages comes together:
-    # a model has hundreds of small ones.
-    sums: list[torch.Tensor] = []
-    rests: list[tuple[torch.Tensor, int]] = []  # each with the position of its first word
-    num_left = 0
+    groups = _groups(storages)
+    return torch.cat([_of_small(group) if group[1:] else _of_one(group[0]) for group in groups])
+
+
+def _groups(storages: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield the storages in groups: small ones together, as a model has hundreds of these."""
+    group: list[torch.Tensor] = []
+    num_words = 0
     for data in storages:
-        num_chunked = data.numel() // 8 // CHUNK_WORDS * CHUNK_WORDS
-        rest = data[8 * num_chunked :]
-        num_left += rest.numel() // 8 + 1
-        if rests and num_left > TOGETHER_WORDS:
-            sums.append(_sums_of_rests(rests))
-            rests, num_left = [], rest.numel() // 8 + 1
-        rests.append((rest, num_chunked))
-    totals = torch.cat([*sums, _sums_of_rests(rests)])
-    for total, data in zip(totals, storages, strict=True):
-        for start in range(0, data.numel() // 8 - CHUNK_WORDS + 1, CHUNK_WORDS):
-            words = data[8 * start : 8 * (start + CHUNK_WORDS)].view(torch.int64)
-            places = torch.arange(start, start + CHUNK_WORDS, device=data.device)
-            total += _lanes_of(words, places).sum(dim=1)
-    return totals
+        size = data.numel() // 8 + 1
+        if group and num_words + size > TOGETHER_WORDS:
+            yield group
+            group, num_words = [], 0
+        group.append(data)
+        num_words += size
+    yield group
 
 
-def _sums_of_rests(rests: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor:
-    """Return what the last words of some storages add to their digests: int64 `[n, 2]`.
+def _of_one(data: torch.Tensor) -> torch.Tensor:
+    """Compute the digest of one storage, a chunk at a time: int64 `[1, 2]`."""
+    num_words = data.numel() // 8
+    total = torch.zeros(1, 2, dtype=torch.int64, device=data.device)
+    for start in range(0, num_words + 1, CHUNK_WORDS):
+        chunk = data[8 * start : 8 * (start + CHUNK_WORDS)]
+        is_last = start + CHUNK_WORDS > num_words
+        words = _with_last_word(chunk) if is_last else chunk.view(torch.int64)
+        places = torch.arange(start, start + len(words), device=data.device)
+        total += _lanes_of(words, places).sum(dim=1)
+    return total
 
-    Args:
-        rests: the last bytes of each storage, with the position of their first word.
-    """
-    device = rests[0][0].device
-    # Behind the remaining bytes of a storage come zeros, and the number of these bytes.
-    fillings = {}
-    for num in {rest.numel() % 8 for rest, _ in rests}:
-        fillings[num] = torch.zeros(8 - num, dtype=torch.uint8, device=device)
-        fillings[num][-1] = num
-    filled = chain.from_iterable((rest, fillings[rest.numel() % 8]) for rest, _ in rests)
-    words = torch.cat(list(filled)).view(torch.int64)
-    if len(rests) == 1:
-        start = rests[0][1]
-        places = torch.arange(start, start + len(words), device=device)
-        return _lanes_of(words, places).sum(dim=1).unsqueeze(0)
-    sizes = torch.tensor([rest.numel() // 8 + 1 for rest, _ in rests])
+
+def _of_small(storages: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Compute the digests of storages together: int64 `[n, 2]`."""
+    by_storage = [_with_last_word(data) for data in storages]
+    words = torch.cat(by_storage)
+    sizes = torch.tensor([len(own) for own in by_storage])
     ends = sizes.cumsum(0)
-    shifts = torch.tensor([start for _, start in rests]) - (ends - sizes)
-    places = torch.arange(len(words)) + shifts.repeat_interleave(sizes)
+    places = torch.arange(len(words)) - (ends - sizes).repeat_interleave(sizes)
     # Up to and with each storage: the difference of two is what one storage adds.
-    running = _lanes_of(words, places.to(device)).cumsum(dim=1)[:, (ends - 1).to(device)]
+    lanes = _lanes_of(words, places.to(words.device))
+    running = lanes.cumsum(dim=1)[:, (ends - 1).to(words.device)]
     return running.diff(dim=1, prepend=running.new_zeros(2, 1)).t()
+
+
+def _with_last_word(data: torch.Tensor) -> torch.Tensor:
+    """Copy the end of a storage into int64 words, of which the last is that of the module."""
+    copied = torch.zeros(data.numel() // 8 * 8 + 8, dtype=torch.uint8, device=data.device)
+    copied[: data.numel()] = data
+    copied[-1] = data.numel() % 8
+    return copied.view(torch.int64)
 
 
 def _lanes_of(words: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Return what int64 words at these positions add to the two lanes: int64 `[2, n]`."""
     factor, *factors = _FACTORS.values()
-    keys = places.mul_(factor)
+    keys = places * factor
     lanes = torch.stack([words ^ keys, words + keys])
     halves = lanes.view(torch.int32)  # low, high, low, ...
     for first, second in zip(factors[:2], factors[2:], strict=True):
