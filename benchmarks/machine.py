@@ -110,9 +110,10 @@ def read_runs(path: Path, only: str) -> list[Run]:
     return runs
 
 
-def unmade(runs: list[Run], out: Path) -> list[Run]:
-    """Return the runs that have no status yet."""
-    return [run for run in runs if not (out / f"{run.name}.status").exists()]
+def statuses_of(runs: list[Run], out: Path) -> dict[str, int]:
+    """Return the exit status of each run that was made, now or earlier, by name."""
+    files = {run.name: out / f"{run.name}.status" for run in runs}
+    return {name: int(file.read_text()) for name, file in files.items() if file.exists()}
 
 
 def start(run: Run, gpus: tuple[int, ...], out: Path) -> Running:
@@ -157,7 +158,8 @@ def make(runs: list[Run], num_gpus: int, out: Path, for_s: float) -> dict[str, i
     Returns:
         The exit status of each run that was made now, by name.
     """
-    waiting = [run for run in unmade(runs, out) if run.gpus <= num_gpus]
+    made = statuses_of(runs, out)
+    waiting = [run for run in runs if run.name not in made and run.gpus <= num_gpus]
     running: list[Running] = []
     statuses: dict[str, int] = {}
     free, deadline = set(range(num_gpus)), time.monotonic() + for_s
@@ -201,13 +203,9 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the runs
     make(runs, args.gpus, args.out.resolve(), args.for_s)
-    left = [run.name for run in unmade(runs, args.out)]
-    statuses = {
-        run.name: (args.out / f"{run.name}.status").read_text().strip()
-        for run in runs
-        if run.name not in left
-    }
-    failed = [name for name, status in statuses.items() if status != "0"]
+    statuses = statuses_of(runs, args.out)
+    left = [run.name for run in runs if run.name not in statuses]
+    failed = [name for name, status in statuses.items() if status]
     print(f"made {len(statuses)}, of which failed: {', '.join(failed) or 'none'}")
     print(f"left for want of time or GPUs: {', '.join(left) or 'none'}")
     sys.exit(bool(failed))
