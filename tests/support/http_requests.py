@@ -63,7 +63,7 @@ def generate(url: str, num_tokens: int = 24) -> list[list[float]]:
 
     The prefix cache is dropped first: with a prefix from it the last bits may differ.
     """
-    _flush(url)
+    flush(url)
     status, text = post(url, "generate", greedy(num_tokens, return_logprob=True))
     assert status == 200, text
     return tokens_in(text)
@@ -87,7 +87,7 @@ def answer_to(url: str, rid: str) -> Iterator[Future[Reply]]:
         yield pool.submit(post, url, "generate", greedy(24, rid=rid, return_logprob=True))
 
 
-def _flush(url: str) -> None:
+def flush(url: str) -> None:
     """Drop the prefix cache, which SGLang refuses while the request before is being wound up."""
     deadline = time.monotonic() + 10
     while (reply := post(url, "flush_cache", {})).status != 200:

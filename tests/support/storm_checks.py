@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from support.http_requests import Reply, greedy, open_url, request
+from support.http_requests import Reply, flush, greedy, open_url, request
 from support.served import Served
 from support.storm_trainer import slot_of
 from support.trainer import Hashes
@@ -72,6 +72,7 @@ class StormEngine:
         self.hashes: list[Hashes] = []
         self.tokens: list[dict[str, Tokens]] = []
         for slot, model in enumerate(models):
+            flush(self.url)  # else SGLang ends, if the request before is still being wound up
             body = {"model_path": str(model), "weight_version": str(slot), "flush_cache": True}
             loaded = self.post("update_weights_from_disk", json.dumps(body).encode())
             assert loaded.status == 200, loaded
