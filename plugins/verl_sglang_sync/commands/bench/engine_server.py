@@ -22,6 +22,10 @@ from verl_sglang_sync.http_settings import server_url
 
 START_TIMEOUT_S = 600  # the first start with flashinfer compiles its kernels: 4 minutes
 PR_SET_PDEATHSIG = 1  # prctl(2)
+NCCL_PORT_OFFSET = 5000
+"""The distance from the server's port to the port of its process group. By default SGLang takes a
+port that Linux assigns, and binds it only a second later.
+"""
 SCHEDULER_ENDED = "Received sigquit from a child process"
 """SGLang's log line for the end of one of its ranks. The server itself may go on."""
 
@@ -96,9 +100,11 @@ def engine_server(
         extra: further arguments, which override those of this function.
         start: function that starts the server's process.
     """
-    port, is_on_gpu = free_port(), device != "cpu"
+    reservation, is_on_gpu = reserved_port(), device != "cpu"
+    port = reservation.getsockname()[1]
     arguments = [
         *("--model-path", str(config), "--host", host, "--port", str(port), "--tp-size", str(tp)),
+        *("--nccl-port", str(port + NCCL_PORT_OFFSET)),
         *("--skip-server-warmup", *(GPU if is_on_gpu else CPU)),
         *("--custom-weight-loader", SESSION_FORMAT, *loaders),
     ]
@@ -121,6 +127,7 @@ def engine_server(
             os.killpg(process.pid, signal.SIGKILL)
         process.kill()  # the process may not lead its group yet
         process.wait()
+        reservation.close()
 
 
 def _die_with_parent() -> None:
@@ -158,12 +165,21 @@ def wait_until_healthy(url: str, log: Path, process: Any = None) -> None:
     raise RuntimeError(f"SGLang {failure}:\n{logged()[-4000:]}")
 
 
-def free_port() -> int:
-    """Return a free port from which SGLang can derive its other ports."""
+def reserved_port() -> socket.socket:
+    """Return a socket at a free port from which SGLang can derive its other ports.
+
+    No other call gets the port until the socket is closed. SGLang's server can listen at it.
+    """
     # SGLang's farthest port is this one + 10000. Linux assigns ports from 32768 on to processes
     # that name none.
     for port in random.sample(range(20000, 22700), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
+            # Without SO_REUSEADDR this fails at a port that is reserved or in use.
             probe.bind(("127.0.0.1", port))
-            return port
+            probe.close()
+            reservation = socket.socket()
+            # SGLang's server sets this, too. It listens, and the reservation does not.
+            reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            reservation.bind(("127.0.0.1", port))
+            return reservation
     raise RuntimeError("no free port between 20000 and 22700")
