@@ -18,12 +18,12 @@ import pytest
 from support.engine_loaders import COUNT_LOADER, FAIL_LOADER
 from support.fault_proxy import Fault
 from support.storm import Storm
-from support.storm_trainer import TIMEOUT_S
+from support.storm_trainer import PATIENT_S, TIMEOUT_S
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 TP = 2
-SLOW_S = 1.5
+SLOW_S, CUT_S = 4.0, 0.5
 PATH = "update_weights_from_tensor"
 MARGIN_S = 8.0
 """For a machine that is busy, beyond each limit."""
@@ -63,11 +63,11 @@ def test_lost_replies_and_repeated_requests_publish_once(storm, preset, kind):
     num_loads(storm)
     storm.proxy.plan(Fault(kind, 1, TIMEOUT_S + 2 if kind == "hold" else 0.0))
     started = time.monotonic()
-    storm.begin(preset=preset, via="proxy")
+    storm.begin(preset=preset, via="proxy", limit_s=TIMEOUT_S if kind == "hold" else PATIENT_S)
     assert storm.finish(more_s=TIMEOUT_S) == [None] * TP
     seconds = time.monotonic() - started
     assert seconds < TIMEOUT_S + MARGIN_S
-    assert storm.engine.served() == str(storm.label)
+    assert storm.engine.served(limit_s=PATIENT_S) == str(storm.label)
     assert num_loads(storm) == [1] * TP  # the engine's own count
     assert {request["fault"] for request in storm.proxy.seen} == {kind}
     statuses = [request["status"] for request in storm.proxy.seen]
@@ -82,15 +82,15 @@ def test_lost_replies_and_repeated_requests_publish_once(storm, preset, kind):
 
 @presets
 def test_an_early_lost_reply_fails_every_rank(storm, preset):
-    before = storm.engine.served()
+    before = storm.engine.served(limit_s=PATIENT_S)
     num_loads(storm, slow_nth=1)
-    storm.proxy.plan(Fault("cut", 1, SLOW_S / 3))
+    storm.proxy.plan(Fault("cut", 1, CUT_S))
     storm.begin(preset=preset, via="proxy")
     for error in storm.finish():
         assert "ReplyLost: rank 0, replica 0: " in str(error)
         assert "not sent again, because it may have been executed" in str(error)
     assert num_loads(storm) == [0] * TP
-    assert storm.engine.served() == before
+    assert storm.engine.served(limit_s=PATIENT_S) == before
     assert [request["fault"] for request in storm.proxy.seen] == ["cut"]
 
 
@@ -111,10 +111,10 @@ def test_a_tp_rank_fails_before_its_session(storm, preset, rank):
     """The others have joined theirs, and do not wait for it: the sync is made again."""
     storm.engine.server.ask(FAIL_LOADER, str(rank))
     started = time.monotonic()
-    storm.begin(preset=preset)
+    storm.begin(preset=preset, limit_s=PATIENT_S)
     assert storm.finish() == [None] * TP
     assert time.monotonic() - started < MARGIN_S
-    assert storm.engine.served() == str(storm.label)
+    assert storm.engine.served(limit_s=PATIENT_S) == str(storm.label)
 
 
 def shared_by_trainers(temporary):

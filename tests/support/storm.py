@@ -310,7 +310,7 @@ class Storm:
         if is_broadcast:
             self.engine.post("resume_memory_occupation", b"{}")
         self._allowed, self._given_up = {label}, set()
-        if (served := self.engine.served()) != label:
+        if (served := self.engine.served(limit_s=PATIENT_S)) != label:
             raise Violation("not recovered", f"serves {served} after a good sync of {label}")
 
     def _guarded(self, step: Callable[[], Any]) -> bool:

@@ -91,20 +91,24 @@ class StormEngine:
         """POST to the server itself."""
         return request(f"{self.url}/{endpoint}", body, limit_s=limit_s)
 
-    def _answer(self) -> tuple[str, Tokens] | None:
+    def _answer(self, limit_s: float) -> tuple[str, Tokens] | None:
         """(prompt, its tokens) if a request is answered; None: it waits, or is refused."""
         prompt = PROMPTS[int(time.monotonic() * 1000) % len(PROMPTS)]
-        reply = self.post("generate", _body(prompt, 8), limit_s=PROBE_S)
+        reply = self.post("generate", _body(prompt, 8), limit_s=limit_s)
         if reply.status == 200:
             return prompt, _tokens_of(json.loads(reply.text))
         if reply.status in (0, 503):
             return None
         raise Violation("not recovered", f"/generate: {reply.status} {reply.text[:300]}")
 
-    def served(self) -> str | None:
-        """The label of what is served, proven to be that version; None: nothing is served."""
+    def served(self, *, limit_s: float = PROBE_S) -> str | None:
+        """The label of what is served, proven to be that version; None: nothing is served.
+
+        Args:
+            limit_s: of the answer to a request, after which nothing is served.
+        """
         for _ in range(5):
-            label, answer = self.server.version, self._answer()
+            label, answer = self.server.version, self._answer(limit_s)
             if answer is None:
                 return None
             found = self.server.hashes(REPLY_S)
@@ -230,7 +234,7 @@ def strays(folder: Path) -> list[str]:
         try:
             is_told = str(folder).encode() in (entry / "environ").read_bytes()
             if is_told or (entry / "fd" / "1").readlink().is_relative_to(folder):
-                found.append(f"{process.pid} {process.name()}")
+                found.append(f"{process.pid} {process.info['name']}")
         except OSError:
             continue
     return found
