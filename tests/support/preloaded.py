@@ -124,7 +124,10 @@ def serve(listener: socket.socket) -> tuple[dict[str, Any], socket.socket]:
         if listener not in ready:
             continue
         link, _ = listener.accept()
-        request, fds = _receive(link)
+        if (received := _receive(link)) is None:
+            link.close()
+            continue
+        request, fds = received
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
@@ -152,15 +155,22 @@ def _answer(waiting: dict[int, socket.socket]) -> None:
             link.send(status.to_bytes(4, "little"))
 
 
-def _receive(link: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Receive a command and its open files, the network namespace first."""
-    head, fds, _, _ = socket.recv_fds(link, 8, 253)
-    size, data = int.from_bytes(head, "little"), b""
-    while len(data) < size:
-        received = link.recv(size - len(data))
-        if not received:
-            break
-        data += received
+def _receive(link: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """Receive a command and its open files, the network namespace first.
+
+    None: the process that sent it was killed meanwhile.
+    """
+    try:
+        head, fds, _, _ = socket.recv_fds(link, 8, 253)
+        size, data = int.from_bytes(head, "little"), b""
+        while len(data) < size and (received := link.recv(size - len(data))):
+            data += received
+    except ConnectionError:
+        return None
+    if len(head) < 8 or len(data) < size:
+        for fd in fds:
+            os.close(fd)
+        return None
     return json.loads(data), fds
 
 
