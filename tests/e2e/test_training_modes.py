@@ -73,6 +73,7 @@ SWITCHING = run_of(
     *BOTH_KINDS,
     f"{V1}.hybrid_rollout.enable_switch=True",
     f"{V1}.hybrid_rollout.switch_threshold_ratio=1.0",
+    "data.max_response_length=64",  # GPUs are lent if a batch takes longer than a step
 )
 DELTAS = run_of(
     "compiled",
