@@ -122,7 +122,7 @@ def test_an_engine_does_not_wait_where_nobody_listens(new_endpoint):
         started = time.monotonic()
         with pytest.raises(SessionError, match="nobody listens"):
             engine_end(endpoint)
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 4
 
 
 def test_an_engine_waits_for_no_absent_listener():
@@ -133,7 +133,7 @@ def test_an_engine_waits_for_no_absent_listener():
             engine.begin(TOKEN, timeout_s=20)
             with pytest.raises(SessionError, match="nobody listens"):
                 engine.receive()
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 4
 
 
 def test_unclosed_channels_do_not_block_others(new_endpoint):
@@ -202,7 +202,7 @@ def test_an_engine_with_refused_hello_is_informed(invited):
         session.accept(lambda: None, wait_s=5)
     started = time.monotonic()
     session.abort("the Hello was refused", lambda: None)
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 4
     engine.begin(token, timeout_s=20)
     assert engine.receive().reason == "the Hello was refused"
 
@@ -211,4 +211,4 @@ def test_nobody_is_waited_for_who_was_not_asked(invited):
     session, _, _ = invited
     started = time.monotonic()
     session.abort("the request was never sent", None)
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 4

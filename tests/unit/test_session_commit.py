@@ -333,7 +333,7 @@ def test_a_repeated_request_is_refused_at_once(event, ring, ended):
     again = Engine(trainer.descriptor, model)
     again.start()
     check_not_served(again, "the same request has come before: it is not executed again")
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 4
     assert not again.has_begun
     with TrainerSession(sockets, SETTINGS, BlockNames()) as following:
         engine = joined(following, model)
