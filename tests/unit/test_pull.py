@@ -30,6 +30,7 @@ from verl_sglang_sync.engine.session import EngineCannotMap, EngineFailed, Train
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.mapped_delivery import MappedDelivery
 from verl_sglang_sync.routes.route import Route, RouteContext, RouteState
+from verl_sglang_sync.routes.table.table_source import TableSource
 from verl_sglang_sync.routes.table.weight_map_builder import (
     NO_BYTES,
     MemoryTable,
@@ -103,6 +104,21 @@ class PullRank(Rank):
 
     def check_order(self, expected):
         assert self.delivered_when_traced == expected
+
+    def sync_while_written(self, on):
+        """A sync in whose midst a parameter of one rank is written once."""
+        confirm, others = TableSource.confirm, [dist.get_rank() != on]
+
+        def written(source):
+            confirm(source)
+            if not others:
+                return
+            if not others.pop():
+                with torch.no_grad():
+                    route_ranks.local_of(next(self.model.parameters())).add_(1)
+
+        with mock.patch.object(TableSource, "confirm", written):
+            self.sync()
 
     def unmap(self):
         """The engines have nothing mapped any more, as after a restart; the handles are used."""
@@ -317,6 +333,13 @@ def test_a_rank_that_chose_no_way_is_followed(pool):
     for seen in play(pool, *["sync"] * 3, "step", "sync_with_a_lost_request", "step", "sync"):
         assert seen["errors"] == [] and seen["recoveries"] == []
         assert seen["routes"] == ["export", "pull", "pull", "export", "pull"]
+
+
+def test_a_parameter_written_during_a_sync(pool):
+    """What the engines read may be half old, and is not published."""
+    for seen in play(pool, *["sync"] * 3, "step", ("sync_while_written", 1), "sync"):
+        assert seen["errors"] == [] and seen["recoveries"] == ["AGAIN"]
+        assert seen["routes"] == ["export", "pull", "pull", "pull", "pull"]
 
 
 CONFIRM = "verl_sglang_sync.routes.table.table_source.TableSource.confirm"

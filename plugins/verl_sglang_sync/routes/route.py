@@ -104,6 +104,9 @@ class SyncSource:
     def confirm(self) -> None:
         """Raise an error if the delivered weights may differ from those that verl would export."""
 
+    def confirm_unwritten(self) -> None:
+        """Raise an error if weights were written meanwhile. Called when the engines have loaded."""
+
     def drain(self) -> None:
         """Take part in the remaining collectives, so that no other rank waits for this rank."""
 

@@ -6,7 +6,7 @@ sessions.wait_joined(can_prove=True)         # all ranks: every engine rank has 
 sessions.check_plans(proves=False)           # with what the route was proven with
 sessions.send(source)                        # each rank at its own pace
 sessions.finish()                            # everything was announced to its engine ranks
-loaded = sessions.wait_until_loaded()        # all ranks: every engine reports that it has loaded
+loaded = sessions.wait_until_loaded(confirm)  # all ranks: every engine reports that it has loaded
 sessions.commit(is_last=True)                # once all ranks have come so far
 sessions.wait_for_replies(defers_reply=False)   # all ranks leave together
 sessions.fail(error, can_repeat=True)        # instead of the steps that are left, after a failure
@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 import traceback
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -231,8 +231,11 @@ class Sessions:
             with engine_rank.naming_errors():
                 engine_rank.session.finish(num_tensors=self.sent.num_tensors)
 
-    def wait_until_loaded(self) -> list[Loaded]:
+    def wait_until_loaded(self, confirm: Callable[[], None]) -> list[Loaded]:
         """Wait until all ranks' engine ranks report how they have loaded.
+
+        Args:
+            confirm: is called, at least once, when this rank's engine ranks have loaded.
 
         Returns:
             The reports of this rank's engine ranks.
@@ -245,10 +248,16 @@ class Sessions:
         # other trainer ranks may have failed to bring about.
         limit_s = self.settings.request_timeout_s
         have_loaded = waiting(self.engine_ranks, has_loaded, limit_s, "not loaded")
+
+        def load() -> bool | None:
+            if (loaded := have_loaded()) is not None:
+                confirm()  # here, so that all ranks agree to commit after it
+            return loaded
+
         # The stage ends when all agree to commit. Commit itself is sent in stage "publish".
         with self.report.stage("load"):
             self.ranks.poll(
-                have_loaded, same=self.sent, differ="the trainer ranks exported different tensors"
+                load, same=self.sent, differ="the trainer ranks exported different tensors"
             )
         return [e.session.loaded for e in self.engine_ranks if e.session.loaded is not None]
 

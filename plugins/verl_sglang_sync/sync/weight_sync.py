@@ -420,7 +420,7 @@ class WeightSync:
                 source.confirm()
                 self._prepare_to_learn(task, learns)
                 self._engines.prepare_next()
-                loaded = sessions.wait_until_loaded()  # [all]
+                loaded = sessions.wait_until_loaded(source.confirm_unwritten)  # [all]
                 self._record_loaded(loaded, report)
                 # Before Commit, which names the session that follows, and after which `on_fallback`
                 # could not stop the sync. The type is checked again for mypy.

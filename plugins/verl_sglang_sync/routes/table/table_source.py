@@ -14,7 +14,7 @@ from verl_sglang_sync.routes.table.shard_sending import ShardSending
 from verl_sglang_sync.routes.table.transports import RoundsInSync
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.host_memory import HOST_MEMORY
-from verl_sglang_sync.sources.snapshot import SourcesChanged, require_sources
+from verl_sglang_sync.sources.snapshot import SourcesChanged, require_sources, versions_of
 from verl_sglang_sync.trainer_ranks import world_size
 
 
@@ -65,6 +65,7 @@ class TableSource(SyncSource):
         # The trainer lists its parameters in milliseconds, which are free while the engines join.
         with self.report.stage("confirm"):
             self._parameters = require_sources(self.weights)()
+            self._versions = versions_of(self._parameters)
 
     def send(self, sessions: Sending) -> None:
         """Request the engines to load all shards, and send those that an engine cannot map.
@@ -105,6 +106,14 @@ class TableSource(SyncSource):
             if self.context.cutter.buckets != self.plan.buckets:
                 raise SourcesChanged("the export is cut into other buckets")
             self.locations.snapshot.require_unchanged(self._parameters)
+
+    def confirm_unwritten(self) -> None:
+        """Raise `SourcesChanged` if torch has counted a write to a parameter since `start`."""
+        versions = versions_of(self._parameters)
+        if versions != self._versions:
+            pairs = zip(self._parameters, versions, self._versions, strict=True)
+            written = next(name for name, now, before in pairs if now != before)
+            raise SourcesChanged(f"{written} was written while engines read it")
 
     def drain(self) -> None:
         """Drop the handles if the sync has failed before any engine got a handle.
