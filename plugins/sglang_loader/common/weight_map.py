@@ -16,7 +16,7 @@ tensor that it is made of, and the engine rank quantises that: `WeightMap.quanti
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -24,9 +24,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_loader.common.bucket_source import BucketMap, BucketPiece, BucketSource
+from sglang_loader.common.bucket_source import BucketMap, BucketPiece, BucketSource, CopyFrom
 from sglang_loader.common.layout import BucketLayout, WireError, decode_layout
 from sglang_loader.common.quantization import Quantization
+from sglang_loader.common.regions.geometry import StridedCopy
 from sglang_loader.common.regions.read import Size
 
 Bases = npt.NDArray[np.int64]
@@ -175,6 +176,21 @@ def decode_bases(data: bytes) -> Bases:
     if (bases < (SENT, 0)).any():
         raise WireError("a base is negative")
     return bases
+
+
+def places_of(weight_map: WeightMap, names: Collection[str]) -> dict[str, list[CopyFrom]]:
+    """Return the places of some tensors, by name. The bytes of equal places are the same.
+
+    Raises:
+        ValueError: some bytes of a tensor are in no piece, as those of a quantised one.
+    """
+    places = {}
+    for layout, bucket in zip(weight_map.layouts, weight_map.buckets, strict=True):
+        for tensor in layout.tensors:
+            if tensor.name in names:
+                whole = StridedCopy(0, tensor.offset, 0, (), tensor.nbytes)
+                places[tensor.name] = list(bucket.copies(whole))
+    return places
 
 
 class ShardMemory:

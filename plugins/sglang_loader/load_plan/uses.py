@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -66,6 +66,19 @@ class BucketUses:
         """
         applied = {name for name, use in self.tensors.items() if use.is_applied}
         return [t.name for t in self.layout.tensors if t.nbytes and t.name not in applied]
+
+
+def tied_tensors(uses: Iterable[BucketUses]) -> dict[str, str]:
+    """Return the unused tensors that have the bytes of a used one, each with the used one."""
+    unused, used = {}, {}
+    for bucket in uses:
+        dropped = set(bucket.unused) if bucket.contents else ()
+        for name, content in bucket.contents.items():
+            if name in dropped:
+                unused[name] = content
+            else:
+                used[content] = name
+    return {name: used[content] for name, content in unused.items() if content in used}
 
 
 def uses_of(traced: TracedBucket) -> BucketUses:

@@ -71,6 +71,8 @@ class Verdict:
         missing: weights that nothing in the sync writes.
         doubtful: weights that may be missing or unexpected. Only a published checkpoint could
             decide.
+        tied: tensors that the model drops because their bytes equal those of another, each with
+            the name of the other. The verdict holds as long as they are equal.
     """
 
     not_checked: str | None = None
@@ -78,6 +80,7 @@ class Verdict:
     mismatched: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     doubtful: tuple[str, ...] = ()
+    tied: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def fits(self) -> bool:
@@ -259,7 +262,8 @@ def judge(
         return Verdict(
             not_checked=blind[0].unknown if not clashes else None, mismatched=tuple(unscaled)
         )
-    may_be_dropped = _droppable(tensors, views)
+    tied = _tied(views)
+    may_be_dropped = {*tied, *_droppable(tensors, views)}
     mismatched: list[str] = []
     unexpected: list[str] = []
     dropped: list[str] = []  # though the published checkpoint has them
@@ -280,14 +284,18 @@ def judge(
     # A model may drop some tensors of its checkpoint. But a dropped tensor beside a parameter that
     # nothing has written is most likely that parameter's, under a name that the loader lacks.
     if unexpected and published is None and not (missing or gaps):
-        return Verdict(mismatched=tuple(mismatched), doubtful=tuple(unexpected))
+        return Verdict(mismatched=tuple(mismatched), doubtful=tuple(unexpected), tied=tied)
     if unexpected:
         missing, gaps = (*missing, *gaps), ()
     elif beside := _in_modules_of(gaps, dropped):
         unexpected = [name for name in dropped if _in_modules_of(beside, [name])]
         missing, gaps = (*missing, *beside), tuple(gap for gap in gaps if gap not in beside)
     return Verdict(
-        unexpected=tuple(unexpected), mismatched=tuple(mismatched), missing=missing, doubtful=gaps
+        unexpected=tuple(unexpected),
+        mismatched=tuple(mismatched),
+        missing=missing,
+        doubtful=gaps,
+        tied=tied,
     )
 
 
@@ -315,27 +323,35 @@ def _mismatch(
     return None
 
 
-def _droppable(tensors: Sequence[BucketTensor], views: Sequence[RankView]) -> set[str]:
-    """Return the names of tensors that a model may drop.
+def _contents(views: Sequence[RankView]) -> dict[str, str]:
+    return {name: content for view in views for name, content in view.contents.items()}
 
-    These are rotary tables, and output layers that are tied to an embedding. An output layer is
-    tied if its bytes equal those of an embedding that is used. If the bytes are unknown for a
-    tensor of its shape, an output layer is tied if it has the usual name and an embedding's shape.
+
+def _tied(views: Sequence[RankView]) -> dict[str, str]:
+    """Return the tensors that no rank uses, and that have the bytes of one that is used."""
+    unused, used = {}, {}
+    for name, content in _contents(views).items():
+        if all(name in view.unused for view in views):
+            unused[name] = content
+        else:
+            used[content] = name
+    return {name: used[content] for name, content in unused.items() if content in used}
+
+
+def _droppable(tensors: Sequence[BucketTensor], views: Sequence[RankView]) -> set[str]:
+    """Return the names of tensors that a model may drop, whatever their bytes are.
+
+    These are rotary tables, and output layers whose bytes are not known, or not those of a tensor
+    of the same shape. Such an output layer is tied to an embedding if it has the usual name and an
+    embedding's shape.
     """
-    contents = {name: content for view in views for name, content in view.contents.items()}
-    used = {
-        content
-        for name, content in contents.items()
-        if not all(name in view.unused for view in views)
-    }
+    contents = _contents(views)
     shapes = {tensor.shape for tensor in tensors if tensor.name.endswith(_EMBEDDING)}
     unknown = {tensor.shape for tensor in tensors if tensor.name not in contents}
     droppable: set[str] = set()
     for tensor in tensors:
-        if tensor.shape not in unknown:
-            is_tied = contents[tensor.name] in used
-        else:
-            is_tied = tensor.name.endswith(_TIED_HEAD) and tensor.shape in shapes
+        is_head = tensor.name.endswith(_TIED_HEAD) and tensor.shape in shapes
+        is_tied = is_head and tensor.shape in unknown
         # An engine computes rotary tables itself.
         if is_tied or tensor.name.endswith(_ROTARY):
             droppable.add(tensor.name)

@@ -44,12 +44,12 @@ from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.naming import listed
 from sglang_loader.common.session.messages import MAKING_PLAN, PROVING_SAVED_PLAN, SessionError
-from sglang_loader.common.weight_map import ShardMemory
+from sglang_loader.common.weight_map import ShardMemory, WeightMap, places_of
 from sglang_loader.load_plan.executor import TableRun
 from sglang_loader.load_plan.plan import LoadPlan, PlanRefused
 from sglang_loader.load_plan.rounds import Round
 from sglang_loader.load_plan.saved_plan import SavedPlan
-from sglang_loader.load_plan.uses import BucketUses
+from sglang_loader.load_plan.uses import BucketUses, tied_tensors
 from sglang_loader.session.kept_plan import KeptPlan
 from sglang_loader.session.recording import PlanRecorder
 
@@ -90,6 +90,7 @@ class ModelLoader:
         self.model = model
         self._recorder = PlanRecorder(model)
         self.kept = KeptPlan(model, self._recorder.load_weights)
+        self._tied_in: tuple[WeightMap, LoadPlan] | None = None  # the last pair without a problem
         # All that follows is of this sync alone.
         self.uses: list[BucketUses] = []
         self._load_mode = _LoadMode.EAGER
@@ -205,7 +206,8 @@ class ModelLoader:
 
         Raises:
             SessionError: no load plan holds, and `load_weights` cannot load the shards: some are
-                not mapped, or must be quantised.
+                not mapped, or must be quantised. Or a tensor that the model drops may have become
+                different from the one that the model uses in its place.
         """
         self.check_addresses()
         if self._load_mode is _LoadMode.REPLAY:
@@ -213,6 +215,7 @@ class ModelLoader:
             assert checked is not None
             reason = _table_problem(checked.plan, shards.weight_map.layouts)
             if reason is None:
+                self._check_tied(shards.weight_map)
                 try:
                     self._table_run = checked.executor.table_run(shards, num_ranks, round_bytes)
                     return self._table_run.rounds
@@ -229,6 +232,22 @@ class ModelLoader:
             reason = self._reason or "it has none"
             raise SessionError(f"weights were to be sent for the load plan of the engine: {reason}")
         return ()
+
+    def _check_tied(self, weight_map: WeightMap) -> None:
+        """Raise a SessionError unless tensors that are tied come from the same bytes."""
+        assert self.plan is not None, "there is a copy table only for a load plan"
+        if self._tied_in == (weight_map, self.plan):
+            return
+        # The copy table reads no byte of a tensor that the model drops.
+        tied = tied_tensors(self.kept.uses.values())
+        places = places_of(weight_map, {*tied, *tied.values()}) if tied else {}
+        for name, other in tied.items():
+            if places[name] != places[other]:
+                raise SessionError(
+                    f"the model uses {other} in place of {name}, which the trainer has as a tensor "
+                    "of its own: only the full export shows whether they are equal"
+                )
+        self._tied_in = weight_map, self.plan
 
     def load_shards(self, shards: ShardMemory) -> bool:
         """Load what comes before the first round, asynchronously on a GPU.
@@ -332,8 +351,18 @@ class ModelLoader:
                 raise  # `load_weights` adds to bytes that may be half changed
             self._go_on_eagerly(f"the replay of bucket {index} failed: {error!r}")
             return False
-        self._note_replayed(index)
+        contents = self.kept.uses[index].contents
+        if contents and self._drops_a_vocabulary:
+            layout = checked.plan.buckets[index].layout
+            contents = self._recorder.contents_of(layout, source.packed(layout))
+        self._note_replayed(index, contents)
         return True
+
+    @property
+    def _drops_a_vocabulary(self) -> bool:
+        """True if the model does not use a tensor of an embedding's shape, as a tied head."""
+        with_contents = (uses for uses in self.kept.uses.values() if uses.contents)
+        return any(name in uses.contents for uses in with_contents for name in uses.unused)
 
     def _go_on_eagerly(self, reason: str) -> None:
         """Drop the plan after a failed replay, which `load_weights` repeats."""
@@ -341,11 +370,15 @@ class ModelLoader:
         self._lose_plan(reason)
         self._load_mode = _LoadMode.EAGER  # a recording needs more memory, and may fail, too
 
-    def _note_replayed(self, index: int) -> None:
+    def _note_replayed(self, index: int, contents: Mapping[str, str] | None = None) -> None:
+        """Record a replayed bucket.
+
+        Args:
+            contents: of this sync. None if tensors that were equal in the recording still are.
+        """
         self._num_replayed += 1
         uses = self.kept.uses[index]
-        # These contents are of the recording. A replayed bucket gets no digests.
-        self.uses.append(replace(uses, contents={}) if uses.contents else uses)
+        self.uses.append(replace(uses, contents=contents) if contents else uses)
 
     def _recording(self) -> PlanRecorder:
         """Return the recorder. `start` and `finish` leave nothing of an earlier sync in it."""

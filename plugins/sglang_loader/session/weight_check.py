@@ -12,7 +12,7 @@ model: tensors that SGLang drops, parameters that no checkpoint has. Safetensors
 `torch.save` are read, from the model's folder or from the hub's cache on this host.
 
 A verdict is kept with its set of tensors, for as long as the engine's ranks, expert map and
-quantisation stay the same (`cached_verdict`).
+quantisation stay the same, and tied tensors have the same bytes (`cached_verdict`).
 """
 
 from __future__ import annotations
@@ -72,10 +72,20 @@ _verdicts: WeakKeyDictionary[Any, tuple[Checked, Verdict]] = WeakKeyDictionary()
 
 
 def cached_verdict(layouts: Sequence[BucketLayout], model: Any) -> Verdict | None:
-    """Return the verdict on the last checked sync if that sync had the same tensors, else None."""
+    """Return the verdict on the last checked sync if it holds for this one, else None.
+
+    It holds if the sync has the same tensors, and if tensors that were tied still are.
+    """
     last = _verdicts.get(model)
-    checked = tuple(layouts), engine_context(model)
-    return last[1] if last is not None and last[0] == checked else None
+    if last is None or last[0] != (tuple(layouts), engine_context(model)):
+        return None
+    verdict, contents = last[1], dict[str, str]()
+    for uses in loader_of(model).uses if verdict.tied else ():
+        contents |= uses.contents
+    are_tied = (
+        contents.get(name) == contents.get(other, "unknown") for name, other in verdict.tied.items()
+    )
+    return verdict if all(are_tied) else None
 
 
 def served_checkpoint() -> PublishedTensors | None:
