@@ -33,7 +33,7 @@ def engine(monkeypatch):
     monkeypatch.setattr(update_groups, "_secrets", {"g": SECRET})
     monkeypatch.setattr(weights, "entry_bytes", lambda data: data)
     monkeypatch.setattr(
-        weights, "TPRanks", lambda _: SimpleNamespace(rank=0, gather=lambda item: [item])
+        weights, "TPRanks", lambda _: SimpleNamespace(rank=0, size=1, gather=lambda item: [item])
     )
     monkeypatch.setattr(serve, "tp_rank", lambda: 0)
     unmapped = []
@@ -54,8 +54,9 @@ class Update:
         return [failure]
 
 
-def serve_once(descriptor):
-    request = SimpleNamespace(serialized_named_tensors=[encode_descriptor(descriptor)], rid=None)
+def serve_once(descriptor, num_ranks=1):
+    descriptors = [encode_descriptor(descriptor)] * num_ranks
+    request = SimpleNamespace(serialized_named_tensors=descriptors, rid=None)
     updater = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=None))
     return weights._serve_session(Update(), updater, request)
 
@@ -83,6 +84,12 @@ def test_trainer_of_a_signed_invitation_is_told_once(trainer, engine):
     assert engine == [True]
     serve_once(descriptor)  # a proxy repeats it
     assert engine == [True]
+
+
+def test_a_trainer_of_another_tp_size_is_told(trainer):
+    (failure,) = serve_once(signed(invitation(trainer), SECRET), num_ranks=2)
+    assert "the trainer's replica has 2 ranks, this engine has 1 TP ranks" in failure
+    assert trainer.receive().traceback == f"TP rank 0: {failure}"
 
 
 @pytest.mark.parametrize("secret", [b"another", None])
@@ -125,7 +132,7 @@ def test_no_rank_answers_while_another_still_reads(trainer, engine, monkeypatch,
         differing=[],
     )
     monkeypatch.setattr(weights, "Session", lambda *_, **__: session)
-    monkeypatch.setattr(weights, "TPRanks", lambda _: SimpleNamespace(rank=0, gather=meet))
+    monkeypatch.setattr(weights, "TPRanks", lambda _: SimpleNamespace(rank=0, size=1, gather=meet))
     monkeypatch.setattr(Update, "run", lambda _, load, *__: load() or ["TP rank 1: it failed"])
     failures = serve_once(signed(invitation(trainer), SECRET))
     assert failures == ["TP rank 1: it failed"]

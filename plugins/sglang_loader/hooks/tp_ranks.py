@@ -43,12 +43,16 @@ class TPRanks(Ranks):
     def rank(self) -> int:
         return torch.distributed.get_rank(group=self._group)
 
+    @property
+    def size(self) -> int:
+        """The number of TP ranks."""
+        return torch.distributed.get_world_size(group=self._group)
+
     def _exchange(self, turn: Turn) -> list[Turn]:
-        num_ranks = torch.distributed.get_world_size(group=self._group)
-        if num_ranks == 1:
+        if self.size == 1:
             return [turn]
         all_gather = partial(torch.distributed.all_gather, group=self._group)
-        return gather_objects(turn, num_ranks, all_gather)
+        return gather_objects(turn, self.size, all_gather)
 
     def failures(self, failure: str | None) -> list[str]:
         """Return the failures of all ranks, each with its rank. `failure`: this rank's, or None."""

@@ -151,6 +151,12 @@ def _serve_session(update: WeightUpdate, updater: Any, request: Any) -> list[str
         update.proof = descriptor.proof
 
     def load() -> None:
+        num_asked, num_ranks = len(request.serialized_named_tensors), TPRanks(updater).size
+        if num_asked != num_ranks:
+            raise SessionError(
+                f"the trainer's replica has {num_asked} ranks, this engine has {num_ranks} TP "
+                "ranks: the numbers must be equal"
+            )
         if descriptor is None:
             raise SessionError(f"the request has no session descriptor for this rank\n{reason}")
         groups = groups_of(updater.tp_worker.model_runner, descriptor)
