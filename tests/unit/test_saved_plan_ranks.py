@@ -17,6 +17,7 @@ from sglang_loader.common.session.messages import (
 )
 from sglang_loader.session import plan_store
 from sglang_loader.session.kept_plan import HeldBytes, KeptPlan
+from unit import route_ranks
 from unit.route_ranks import TP, EngineModel, Rank, local_of
 
 STEPS = ("sync", "step", "sync", "step", "sync")
@@ -58,6 +59,7 @@ class RestartedRank(Rank):
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
+        self._made_with = args, options
         self.reasons = []
 
     def sync(self):
@@ -70,6 +72,21 @@ class RestartedRank(Rank):
             for number, parameter in enumerate(self.model.parameters()):
                 if (local := local_of(parameter)).numel():
                     local.view(-1)[0] += 1 + number + dist.get_rank() / 8
+
+    def change_trainer(self):
+        """Another trainer, of the first one's initial weights, and the same engine."""
+        engine, seen, (args, options) = self.engine, self.seen, self._made_with
+        models = engine.models if engine is not None else ()
+        with mock.patch.object(route_ranks, "ServingEngine", lambda tp: engine):
+            super().__init__(*args, **options)
+        self.seen = seen
+        if engine is not None:
+            engine.models = models
+        self.step()
+
+    def forget_due_proof(self):
+        """The proof that is due was made by another engine, while this one was away."""
+        self.weight_sync._next_proof = None
 
     def load_by(self, kinds):
         """Load by other versions of the loader, of which the key of these tests has nothing.
@@ -188,15 +205,34 @@ def test_unchanged_weights_prove_no_saved_plan(pool, tmp_path):
         assert after["proven"] == [True, True, True, False] and after["state"] == "OFF"
 
 
-def test_a_replayed_export_proves_no_saved_plan(pool, tmp_path):
+def test_another_trainer_is_served_no_gap(pool, tmp_path):
+    """Its first sync is an export, which the saved plan would load without the tensor."""
+    lives = PartialModel, EngineModel
+    steps = ("sync", "change_trainer", "step", "sync", "step", "sync")
+    play = partial(_play_restarted, steps=steps)
+    for (before, _), (after, _) in pool.run(play, str(tmp_path / "plans"), "pull", lives):
+        assert before["errors"] == after["errors"] == [] and not any(after["wrong"])
+        assert after["routes"] == ["export", "export", "pull"]
+        assert after["proven"] == [True, True, None] and after["state"] == "PROVEN"
+
+
+def test_the_engine_remembers_a_due_proof(pool, tmp_path):
+    lives = PartialModel, EngineModel
+    play = partial(_play_restarted, steps=("sync", "forget_due_proof", "step", "sync"))
+    for _, (after, _) in pool.run(play, str(tmp_path / "plans"), "pull", lives):
+        assert after["errors"] == [] and not any(after["wrong"])
+        assert after["routes"] == ["export", "pull"] and after["proven"] == [True, False]
+
+
+def test_an_export_is_traced_until_more_proofs(pool, tmp_path):
     """The second sync, with the weights that would show it, is exported, as parameters are new."""
     lives = PartialModel, EngineModel
     steps = ("sync", "step", ("move", None, None, 1), "sync", "step", "sync")
     play = partial(_play_restarted, steps=steps)
     for _, (after, _) in pool.run(play, str(tmp_path / "plans"), "pull", lives):
         assert after["errors"] == [] and not any(after["wrong"])
-        assert after["routes"] == ["export", "export", "export"]
-        assert after["proven"] == [True, False, None] and after["state"] == "OFF"
+        assert after["routes"] == ["export", "export", "pull"]
+        assert after["proven"] == [True, True, None] and after["state"] == "PROVEN"
 
 
 def test_an_export_in_a_proof_is_followed(pool, tmp_path):
@@ -207,7 +243,7 @@ def test_an_export_in_a_proof_is_followed(pool, tmp_path):
     play = partial(_play_restarted, steps=steps)
     for _, (after, _) in pool.run(play, str(tmp_path / "plans"), "pull", lives):
         assert after["errors"] == [] and not any(after["wrong"])
-        assert after["proven"][1] is False
+        assert after["proven"][1] is True, "the next export is traced"
 
 
 def test_a_tp_rank_trusts_no_plan_alone(pool, tmp_path):

@@ -108,8 +108,8 @@ class KeptPlan:
     Attributes:
         checked: the plan by which later syncs are loaded, or None.
         uses: the uses of the tensors of each bucket, by index. Complete if there is a plan.
-        proven_with: digests of the weights with which a saved plan was proven, until a proof with
-            other weights.
+        proven_with: digests of the weights with which a saved plan was proven, until a proof by
+            `load_weights` with other weights. Until then the plan loads no export.
         before_proof: what the model held when the proof of a saved plan began, and the sync, until
             the model is known to hold that again.
         lost: tensors with bytes that the proof of a wrong saved plan has overwritten for good.

@@ -13,7 +13,9 @@ rounds, which hold nothing but this rank's part, nor shards that are to be quant
 plan, such a sync fails.
 
 If an earlier process has saved its plan (`plan_store`), the first sync is not traced. Until the
-proof of a route has shown that the saved plan holds, it loads nothing but that proof.
+proof of a route has shown that the saved plan holds, it loads nothing but that proof. Until a proof
+by `load_weights`, with other weights, has shown that it leaves nothing out, it loads no export: an
+export is traced, and its plan replaces the saved one.
 
 The mode of a sync, chosen by `start`:
 
@@ -101,6 +103,7 @@ class ModelLoader:
         self._table_run: TableRun | None = None
         self._num_replayed = 0
         self._addresses_checked = False
+        self._proves_route = False
 
     def start(
         self,
@@ -126,6 +129,7 @@ class ModelLoader:
             self._recorder.restart()
         self._has_recorded = self._addresses_checked = False
         self._num_replayed = 0
+        self._proves_route = proves_route
         distrusted = self.kept.distrust_reason
         uses_plan = uses_plan and distrusted is None
         dropped = self.kept.begin_sync(
@@ -178,6 +182,10 @@ class ModelLoader:
         # Also if this sync is eager: later syncs would be of this layout, too.
         if self.plan is not None and (reason := _replay_problem(self.plan, index, layout)):
             self._lose_plan(reason)
+        is_replayed = self._load_mode is _LoadMode.REPLAY
+        if is_replayed and self.kept.proven_with is not None and not self._proves_route:
+            # The proof of a route may follow, and does not show what the plan leaves out.
+            self._lose_plan("a saved load plan was proven with one sync's weights", with_uses=True)
         if self._load_mode is _LoadMode.REPLAY and self._replay(index, source):
             return self.plan is not None and not self.plan.buckets[index].rest.tensors
         # Here the plan does not hold, or there is none yet: load eagerly, and record if possible.

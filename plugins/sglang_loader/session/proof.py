@@ -176,19 +176,19 @@ class SessionProof:
             loader.kept.trust()
 
     def _awaits_change(self, all_held: Sequence[HeldBytes]) -> bool:
-        """Return True if a saved plan was proven with these weights alone.
+        """Return True if a saved plan was not yet proven with other weights than at first.
 
         What the plan leaves out has the right bytes until the weights change, as they do not in a
-        warm-up that begins with a learning rate of 0.
+        warm-up that begins with a learning rate of 0. Only `load_weights` brings it, so the proof
+        of a route shows nothing of it.
         """
-        awaits = False
         for loader, held in zip(self._loaders, all_held, strict=True):
             proven_with = loader.kept.proven_with
-            if proven_with is not None and torch.equal(proven_with, held.digests):
-                awaits = True
-            else:
+            if proven_with is None or self._proves_route:
+                continue
+            if not torch.equal(proven_with, held.digests):
                 loader.kept.proven_with = None
-        return awaits
+        return any(loader.kept.proven_with is not None for loader in self._loaders)
 
     def undo(self) -> None:
         """Drop the saved plans that this session has proven: another TP rank has failed."""

@@ -98,7 +98,7 @@ class Session:
         steps: called in the course of the session.
         group: the process group in which buckets are broadcast, or None if all are mapped.
         senders: the process group in which all trainer ranks send, or None.
-        wants_proof: see `Hello`.
+        wants_proof: a user has requested a proof of this sync.
 
     Raises:
         SessionError: a proxy has repeated the request, which is not executed again.
@@ -259,7 +259,8 @@ class Session:
             buffers=mapped.names,
             stored=mapped.stored,
             plan=name_of([loader.plan for loader in self._loaders]),
-            wants_proof=self._wants_proof,
+            wants_proof=self._wants_proof
+            or any(loader.kept.proven_with is not None for loader in self._loaders),
         )
         # Work that needs no bytes of the trainer, while the trainer waits for all engines.
         self._steps.after_join()

@@ -183,7 +183,7 @@ class TrainerSession:
     Attributes:
         descriptor: encoded, for the request that opens the session.
         plan: name of the engine's load plan, as of its Hello, or "" if it has none.
-        wants_proof: a user has asked the engine's server for a proof, likewise.
+        wants_proof: the engine wants a proof, likewise, for a user or for itself.
         dropped_elsewhere: handles that the engine rank holds no more, of trainer ranks on other
             hosts, which must drop them.
         num_loads: number of loads that were requested: buckets, or mapped shards and rounds.

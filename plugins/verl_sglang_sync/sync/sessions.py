@@ -162,7 +162,7 @@ class Sessions:
             can_prove: this rank can make the export once more.
 
         Returns:
-            True if a user has asked an engine for a proof, and all ranks can make it.
+            True if an engine wants a proof, mostly for a user, and all ranks can make it.
         """
         limit_s = min(JOIN_TIMEOUT_S, self.settings.request_timeout_s)
         deadline, unjoined = time.monotonic() + limit_s, list(self.engine_ranks)
@@ -193,7 +193,7 @@ class Sessions:
 
     @property
     def asks_for_proof(self) -> bool:
-        """True if a user has asked an engine of this rank for a proof."""
+        """True if an engine of this rank wants a proof, mostly for a user."""
         return any(engine_rank.session.wants_proof for engine_rank in self.engine_ranks)
 
     def check_plans(self, *, proves: bool) -> None:

@@ -84,7 +84,7 @@ class SyncPass:
         ends_sync: no pass follows. The route learns nothing, and a user's request for a proof waits
             for the next sync.
         by_route: the route brought the weights, not the export.
-        wants_proof: an engine's user has asked for a proof of this sync, which can be made.
+        wants_proof: an engine, or its user, wants a proof of this sync, which can be made.
         differing: tensors that engines held with other bytes than an export that proves has.
         later_proof: the need for another proof, of all engine ranks. See `messages.LaterProof`.
     """

@@ -156,7 +156,8 @@ class Hello(_Message, frozen=True, kw_only=True):
         buffers: names of buffers that are still mapped from an earlier session.
         stored: digests of what is still stored from an earlier session.
         plan: name of the load plan by which this sync may be loaded, or "" if there is none.
-        wants_proof: a user has requested a proof of this sync from the engine's server.
+        wants_proof: a user has requested a proof of this sync from the engine's server, or a saved
+            load plan awaits a proof with other weights. Another trainer does not know of that.
     """
 
     buffers: list[str]
