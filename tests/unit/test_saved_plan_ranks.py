@@ -15,8 +15,9 @@ from sglang_loader.common.session.messages import (
     MAKING_PLAN,
     PROVING_SAVED_PLAN,
 )
+from sglang_loader.load_plan.plan import LoadPlan
 from sglang_loader.session import plan_store
-from sglang_loader.session.kept_plan import HeldBytes, KeptPlan
+from sglang_loader.session.kept_plan import CheckedPlan, HeldBytes, KeptPlan
 from unit import route_ranks
 from unit.route_ranks import TP, EngineModel, Rank, local_of
 
@@ -185,14 +186,27 @@ def test_a_saved_plan_with_too_much_is_found(pool, tmp_path):
         assert all(LEFT_OUT in error for error in after["errors"]) and len(after["errors"]) == 2
 
 
-def test_other_weights_show_no_lost_bytes():
-    """A proof was interrupted, and another sync follows."""
+def test_other_weights_must_cover_an_interrupted_proof():
+    """Another sync follows, of whose plan is known what it writes, or which has none."""
     model = torch.nn.Linear(2, 2)
     kept = KeptPlan(model, load_weights=None)
-    kept.before_proof = HeldBytes.of(model), "one sync"
+    held = HeldBytes.of(model)
+
+    def has_plan(*written):
+        plan = LoadPlan((), {"weight": written}, held.destinations)
+        kept.checked = CheckedPlan(plan, executor=None, probe=None)
+
+    has_plan((0, 16))
+    kept.begin_proof(held, "one sync")
     torch.nn.init.zeros_(model.weight)
+    for has in (lambda: setattr(kept, "checked", None), lambda: has_plan((0, 8), (12, 16))):
+        has()
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"in weight. .* Restart the engine"):
+                kept.check_restored("another")
+    has_plan((0, 20))
     kept.check_restored("another")
-    assert kept.before_proof is None and not kept.lost
+    assert kept.begun_proof is None and not kept.lost
 
 
 def test_unchanged_weights_prove_no_saved_plan(pool, tmp_path):

@@ -24,6 +24,7 @@ import torch
 from sglang_loader.common.digest import digests_on_host
 from sglang_loader.common.layout import BucketLayout
 from sglang_loader.common.naming import listed
+from sglang_loader.common.regions.intervals import Interval, subtract
 from sglang_loader.host_backup.backup import backup_of
 from sglang_loader.load_plan.destinations import (
     Destinations,
@@ -99,6 +100,27 @@ class HeldBytes:
         return names if moved is None else [moved, *names]
 
 
+@dataclass(frozen=True)
+class BegunProof:
+    """The begun proof of a saved plan, in which the engine overwrites what the plan writes.
+
+    Attributes:
+        held: what the model held before.
+        sync: see `SessionDescriptor`.
+        coverage: of the plan.
+    """
+
+    held: HeldBytes
+    sync: str
+    coverage: Mapping[str, Sequence[Interval]]
+
+    def not_written(self, plan: LoadPlan | None) -> list[str]:
+        """Return the names of storages with overwritten bytes that the plan does not write."""
+        written = plan.coverage if plan is not None else {}
+        pairs = self.coverage.items()
+        return [name for name, ranges in pairs if subtract(ranges, written.get(name, ()))]
+
+
 class KeptPlan:
     """The load plan of one model, or its lack. See the module.
 
@@ -110,16 +132,15 @@ class KeptPlan:
         uses: the uses of the tensors of each bucket, by index. Complete if there is a plan.
         proven_with: digests of the weights with which a saved plan was proven, until a proof by
             `load_weights` with other weights. Until then the plan loads no export.
-        before_proof: what the model held when the proof of a saved plan began, and the sync, until
-            the model is known to hold that again.
-        lost: tensors with bytes that the proof of a wrong saved plan has overwritten for good.
+        begun_proof: the last one of a saved plan, until all its bytes are known to be loaded again.
+        lost: tensors with bytes that such a proof has overwritten and no sync has loaded again.
     """
 
     def __init__(self, model: Any, load_weights: LoadWeights) -> None:
         self.checked: CheckedPlan | None = None
         self.uses: dict[int, BucketUses] = {}
         self.proven_with: torch.Tensor | None = None
-        self.before_proof: tuple[HeldBytes, str] | None = None
+        self.begun_proof: BegunProof | None = None
         self.lost: Sequence[str] = ()
         self._model = model
         self._load_weights = load_weights
@@ -287,10 +308,20 @@ class KeptPlan:
 
     # The consequences of proofs.
 
+    def begin_proof(self, held: HeldBytes, sync: str) -> None:
+        """Record that the proof of a saved plan overwrites what the plan writes.
+
+        Args:
+            held: what the model holds.
+            sync: see `SessionDescriptor`.
+        """
+        assert self.plan is not None, "a saved plan is there until it is proven or dropped"
+        self.begun_proof = BegunProof(held, sync, self.plan.coverage)
+
     def trust(self) -> None:
         """End a doubt, after the good proof of a route. Save the plan, unless it is a saved one."""
         was_unproven = self.is_unproven
-        self.before_proof = None
+        self.begun_proof = None
         self._set_trust(_Trust.CHECKED)
         plan, backup = self.plan, backup_of(self._model)
         if plan is None:
@@ -338,7 +369,8 @@ class KeptPlan:
         """Check that a sync has brought back what the proof of a saved plan had overwritten.
 
         The plan may write bytes that `load_weights` never writes. Call this when a session has
-        loaded. Another sync than that of the proof has other weights: nothing can be compared.
+        loaded. Another sync than that of the proof, which was then interrupted, has other weights:
+        it must have a traced plan that writes all these bytes.
 
         Args:
             sync: see `SessionDescriptor`.
@@ -346,13 +378,21 @@ class KeptPlan:
         Raises:
             RuntimeError: such bytes are lost.
         """
-        before, self.before_proof = self.before_proof, None
-        if before is not None and before[1] == sync:
-            self.lost = before[0].differing(self._model)
+        begun = self.begun_proof
+        if begun is not None and begun.sync == sync:
+            self.lost = begun.held.differing(self._model)
+            self.begun_proof = None
+        elif begun is not None:
+            # Every plan that is made after an interrupted proof is a traced one.
+            self.lost = begun.not_written(self.plan)
+            self.begun_proof = begun if self.lost else None
         if self.lost:
+            if self._store is not None:
+                self._store.discard()
             raise RuntimeError(
-                "a wrong load plan of an earlier run has overwritten bytes that load_weights does "
-                f"not load, in {listed(self.lost)}. The plan was removed. Restart the engine"
+                "the proof of a load plan of an earlier run has overwritten bytes that "
+                f"load_weights is not known to load, in {listed(self.lost)}. The plan was removed. "
+                "Restart the engine"
             )
 
     # The host backup.

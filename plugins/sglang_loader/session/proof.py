@@ -128,7 +128,7 @@ class SessionProof:
             before_writing()
             for loader, held in zip(self._loaders, self._held.held, strict=True):
                 if loader.kept.is_unproven:
-                    loader.kept.before_proof = held, self._sync
+                    loader.kept.begin_proof(held, self._sync)
             self._held.poison()
 
     def end(self) -> None:

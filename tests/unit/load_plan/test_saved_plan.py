@@ -14,7 +14,7 @@ from sglang_loader.common.bucket_source import BucketSource
 from sglang_loader.common.engine_settings import LOAD_PLANS_VARIABLE
 from sglang_loader.common.layout import BucketLayout, decode_layout, encode_layout
 from sglang_loader.session.model_loader import ModelLoader
-from sglang_loader.session.proof import HeldWeights
+from sglang_loader.session.proof import HeldWeights, SessionProof
 from support.random_loaders import PARTS, Model, buckets_of, lose_what_is_covered, steps_of
 
 NUM_LOADERS = 200
@@ -299,6 +299,34 @@ def test_wrong_saved_plan_fails_its_proof(folder, monkeypatch):
     load(loader, buckets)
     assert loader.plan is not None and not loader.kept.is_unproven, "traced"
     assert prove(loader, buckets) == []
+
+
+class WithTable(Cast):
+    """Has a table that is not loaded, and that a wrong plan writes."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.ones(4))
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_an_interrupted_proof_spoils_no_later_sync(is_wrong, folder):
+    buckets = sync_of()
+    save(WithTable(), buckets)
+    loader = ModelLoader(WithTable())
+    load(loader, buckets)
+    if is_wrong:
+        plan = replace(loader.plan, coverage={**loader.plan.coverage, "table": ((4, 8),)})
+        loader.kept.checked = replace(loader.kept.checked, plan=plan)
+    SessionProof("route", [loader], "a trainer that dies").begin(lambda: None)
+    for seed in (1, 2):
+        load(loader, sync_of(seed=seed))
+        if not is_wrong:
+            loader.kept.check_restored("another trainer")
+            continue
+        with pytest.raises(RuntimeError, match=r"in table. .* Restart the engine"):
+            loader.kept.check_restored("another trainer")
+    assert len(list(folder.iterdir())) == (not is_wrong), "a restart would try it again"
 
 
 def test_refuted_plan_is_not_kept(folder):
