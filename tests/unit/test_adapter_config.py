@@ -4,11 +4,14 @@ import dataclasses
 import json
 import pickle
 from base64 import b64decode
+from types import SimpleNamespace
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from peft.tuners.lora import LoraLayer
+from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from verl_sglang_sync.verl.adapter import check_adapter, collect_adapter
@@ -194,8 +197,71 @@ def test_a_refusal_names_reasons_and_advice():
 
 
 def test_configuration_is_checked_before_base_weights_are_synced():
-    check_adapter(PLAIN.to_dict(), ["default"])
+    one, two = (SimpleNamespace(active_adapters=names) for names in (["default"], ["default", "b"]))
+    check_adapter(PLAIN.to_dict(), one)
     with pytest.raises(ValueError, match="use_dora=True"):
-        check_adapter({**PLAIN.to_dict(), "use_dora": True}, ["default"])
-    with pytest.raises(ValueError, match=r"\['second'\] are active"):
-        check_adapter(PLAIN.to_dict(), ["default", "second"])
+        check_adapter({**PLAIN.to_dict(), "use_dora": True}, one)
+    with pytest.raises(ValueError, match=r"\['b'\] are active"):
+        check_adapter(PLAIN.to_dict(), two)
+
+
+PATTERNS = {
+    "target_modules": ["q_proj", "v_proj", "up_proj", "gate_proj", "embed_tokens"],
+    "rank_pattern": {"q_proj": 3, "layers.1.mlp.up_proj": 7},
+    "alpha_pattern": {"v_proj": 5},
+}
+Q = f"{LAYER}.self_attn.q_proj"
+
+
+def wrapped(model):
+    """The model with modules in wrappers, as those of FSDP1 and of checkpointed activations."""
+    for layer in model.base_model.model.model.layers:
+        layer.mlp = nn.ModuleDict({"_fsdp_wrapped_module": layer.mlp})
+        attention = nn.ModuleDict({"_checkpoint_wrapped_module": layer.self_attn})
+        layer.self_attn = nn.ModuleDict({"_orig_mod": attention})
+    return model
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_layers_with_their_configured_scales_are_served(rslora):
+    _, config, model = exported(**PATTERNS, use_rslora=rslora)
+    model.add_adapter("second", LoraConfig(target_modules=["q_proj", "o_proj"]))
+    with model.disable_adapter():
+        pass  # as verl computes the log-probs of the reference
+    layers = [layer for layer in model.modules() if isinstance(layer, LoraLayer)]
+    for layer in layers:
+        layer.scale_layer(0.5)
+        layer.unscale_layer()
+    check_adapter(config, model)
+    check_adapter(config, wrapped(model))
+    for layer in layers:
+        if "default" not in layer.scaling:
+            layer.enable_adapters(False)  # it adds nothing either way
+    check_adapter(config, model)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda model, q: model.base_model.disable_adapter_layers(), "has its adapters disabled"),
+        (lambda model, q: q.enable_adapters(False), "has its adapters disabled"),
+        (lambda model, q: q.scale_layer(0.5), "has the scale 1, and SGLang's is 2"),
+        (lambda model, q: q.set_scale("default", 3), "has the scale 6, and SGLang's is 2"),
+        (lambda model, q: q.scaling.update(default=9.0), "has the scale 9, and SGLang's is 2"),
+        (
+            lambda model, q: model.base_model.set_adapter([]),
+            r"has the active adapters \[\], and SGLang's are \['default'\]",
+        ),
+        (
+            lambda model, q: q.set_adapter(["default", "second"]),
+            r"has the active adapters \['default', 'second'\], and SGLang's are \['default'\]",
+        ),
+    ],
+)
+def test_a_switched_or_rescaled_layer_is_refused(change, reason):
+    _, config, model = exported(**PATTERNS)
+    model.add_adapter("second", LoraConfig(target_modules=["q_proj"]))
+    change(model, model.get_submodule(Q))
+    for each in (model, wrapped(model)):
+        with pytest.raises(ValueError, match=f"cannot serve[^$]*{Q} {reason}"):
+            check_adapter(config, each)

@@ -153,6 +153,11 @@ def _merged_already(engine):
     return "self_attn.k_proj is merged already"
 
 
+def _disabled(engine):
+    engine.module.base_model.model.model.layers[1].self_attn.k_proj.enable_adapters(False)
+    return r"layers\.1\.self_attn\.k_proj has its adapters disabled"
+
+
 def _twice_in_the_state(engine):
     layers = engine.module.base_model.model.model.layers
     layers[1].again = layers[0].self_attn.q_proj.base_layer
@@ -160,7 +165,8 @@ def _twice_in_the_state(engine):
 
 
 @pytest.mark.parametrize(
-    "changed", [_of_another_class, _of_another_variant, _merged_already, _twice_in_the_state]
+    "changed",
+    [_of_another_class, _of_another_variant, _merged_already, _disabled, _twice_in_the_state],
 )
 def test_what_may_merge_otherwise_is_refused_by_name(engine, exports, changed):
     reason = changed(engine)
@@ -295,6 +301,18 @@ def test_a_users_own_export_stays_unchanged(engine):
 def test_adapters_that_are_not_merged_are_verls(engine):
     engine.model_config.lora = {}
     assert merged_export(engine) is None
+
+
+@pytest.mark.parametrize("base_sync_done", [False, True])
+def test_disabled_adapters_are_refused_unmerged(world_of_one, exports, base_sync_done):
+    model = adapted(torch.float32, target_modules=["q_proj"])
+    engine = engine_of(model)
+    engine.model_config.lora = {}
+    model.base_model.disable_adapter_layers()
+    with pytest.raises(ValueError, match="q_proj has its adapters disabled"):
+        exports.ours(engine, base_sync_done=base_sync_done)
+    model.base_model.enable_adapter_layers()
+    exports.ours(engine, base_sync_done=base_sync_done)
 
 
 def test_a_buffer_is_exported_as_a_copy(engine, exports):

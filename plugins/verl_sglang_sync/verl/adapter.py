@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from verl.workers.rollout.sglang_rollout.utils import SGLANG_LORA_NAME
 
@@ -18,8 +19,10 @@ from verl_sglang_sync.engine.server_client import operations
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sync.adapter_sync import AdapterUpdate
 from verl_sglang_sync.verl.adapter_config import (
+    EXPORTED,
     config_refusals,
     json_config,
+    layer_refusals,
     served_adapter,
     tensor_refusals,
 )
@@ -76,20 +79,24 @@ def collect_adapter(
     )
 
 
-def check_adapter(peft_config: dict[str, Any], active_adapters: Iterable[str]) -> None:
+def check_adapter(peft_config: dict[str, Any], model: Any) -> None:
     """Refuse an adapter that SGLang cannot serve, before the base weights are synced.
 
     Args:
         peft_config: the adapter's configuration.
-        active_adapters: names of the adapters that are active in the trainer's model.
+        model: the trainer's model. Layers are checked if it is PEFT's.
 
     Raises:
-        ValueError: the configuration has fields that SGLang ignores, or another adapter is active.
+        ValueError: the configuration has fields that SGLang ignores, another adapter is active, or
+            a layer computes with another scale, or without the adapter.
     """
     refused = config_refusals(peft_config)
-    # verl exports the adapter with the name "default".
-    if unexported := [name for name in active_adapters if name != "default"]:
-        refused.append(f"the adapters {unexported} are active beside, or in place of, 'default'")
+    active_adapters = getattr(model, "active_adapters", ())
+    if unexported := [name for name in active_adapters if name != EXPORTED]:
+        refused.append(f"the adapters {unexported} are active beside, or in place of, {EXPORTED!r}")
+    # The layers of another kind of adapter, or of Megatron, have no such scales.
+    elif not refused and isinstance(model, nn.Module):
+        refused = layer_refusals(peft_config, model)
     if refused:
         raise ValueError(refusal_text(refused))
 

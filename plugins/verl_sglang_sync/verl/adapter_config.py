@@ -1,6 +1,7 @@
 """Converts PEFT's LoRA adapter to one that SGLang serves as it was trained, or names the obstacles.
 
     refused = config_refusals(config) + tensor_refusals(config, shapes)
+    refused += layer_refusals(config, model)
     config, tensors = served_adapter(config, tensors)  # if nothing is refused
 
 SGLang reads the rank, alpha and the target modules of PEFT's configuration. SGLang ignores all
@@ -20,8 +21,12 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
 from peft.utils.other import get_pattern_key
+from torch import nn
 
+EXPORTED = "default"
+"""The name of the adapter that verl exports."""
 CONVERTED = frozenset({"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"})
 """Fields whose effect `served_adapter` expresses in the fields that SGLang reads."""
 SEEN_IN_TENSORS = frozenset(
@@ -70,6 +75,8 @@ _LAYER = re.compile(r"layers\.(\d+)\.")  # as SGLang's get_layer_id
 _EXPERT = re.compile(r"experts\.(\d+)\.")
 _NO_DECODER = re.compile(r"vis(ion|ual)|audio")
 _PEFT_PREFIX = "base_model.model."
+_WRAPPERS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"}
+"""Parts of a module's name that neither PEFT's patterns nor verl's export have."""
 
 
 def config_refusals(config: Mapping[str, Any]) -> list[str]:
@@ -152,6 +159,31 @@ def tensor_refusals(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, .
                     f"{parent} has an adapter on {_names(adapted & fused)}, and SGLang needs one "
                     f"on {_names(needed - adapted)}"
                 )
+    return refused
+
+
+def layer_refusals(config: Mapping[str, Any], model: nn.Module) -> list[str]:
+    """List the layers that compute otherwise than the configuration and the tensors say.
+
+    Returns:
+        Texts that name a layer. Empty if all layers add the exported adapter, and no other one.
+    """
+    refused = []
+    for name, layer in model.named_modules():
+        if not isinstance(layer, LoraLayer):
+            continue
+        name = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+        exported = [EXPORTED] if EXPORTED in layer.scaling else []
+        active = [adapter for adapter in layer.active_adapters if adapter in layer.scaling]
+        if exported and layer.disable_adapters:
+            refused.append(f"{name} has its adapters disabled")
+        elif active != exported and not layer.disable_adapters:
+            refused.append(f"{name} has the active adapters {active}, and SGLang's are {exported}")
+        elif exported:
+            rank, alpha = _rank_and_alpha(config, name)
+            scale = layer.scaling[EXPORTED]
+            if not math.isclose(scale, alpha / rank, rel_tol=1e-6):
+                refused.append(f"{name} has the scale {scale:g}, and SGLang's is {alpha / rank:g}")
     return refused
 
 

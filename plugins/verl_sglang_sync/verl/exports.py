@@ -176,7 +176,7 @@ def _unwrapped(engine: Any) -> Any:
 def _check_adapter(engine: Any, peft_config: dict[str, Any]) -> None:
     from verl_sglang_sync.verl.adapter import check_adapter  # imports PEFT
 
-    check_adapter(peft_config, getattr(_unwrapped(engine), "active_adapters", ()))
+    check_adapter(peft_config, _unwrapped(engine))
 
 
 def _empties_storages(engine: Any) -> bool:

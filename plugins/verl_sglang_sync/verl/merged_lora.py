@@ -118,6 +118,9 @@ def _check_layer(name: str, layer: Any, known: set[str]) -> None:
         raise AdapterNotMergeable(f"{name} is a {' and a '.join(sorted(unknown))}")
     if layer.merged:
         raise AdapterNotMergeable(f"{name} is merged already")
+    # A merge adds the active adapters also where the layer computes without them.
+    if layer.disable_adapters:
+        raise AdapterNotMergeable(f"{name} has its adapters disabled")
 
 
 def _layers(model: nn.Module, adapted: Mapping[str, Any]) -> Layers:
