@@ -96,6 +96,49 @@ def serve(rank, weights, config):
     return ""
 
 
+def served_log_probs(url, adapter):
+    status, text = ask(url, adapter)
+    assert status == 200, text
+    found = json.loads(text)["meta_info"]["input_token_logprobs"]
+    return [log_prob for log_prob, *_ in found[1:]]
+
+
+def ask(url, adapter):
+    payload = {"input_ids": PROMPT, "return_logprob": True, "logprob_start_len": 0}
+    sampling = {"sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+    return post(url, "generate", payload | sampling | {"lora_path": adapter})
+
+
+def test_a_replaced_engine_serves_the_policy_again(tmp_path):
+    """Its checkpoint has other base weights than the trainer."""
+    from verl.workers.rollout.sglang_rollout.utils import SGLANG_LORA_NAME
+
+    from verl_sglang_sync.verl.adapter import collect_adapter
+
+    make_assets(tmp_path)
+    adapter = adapted(tmp_path / "model", 1)
+    collect = partial(
+        collect_adapter, adapter.weights.items(), adapter.config, num_ranks=1, is_leader=True
+    )
+    start = partial(served, model=tmp_path / "model", extra=WITH_LORA)
+    start = partial(start, variables=WITHOUT_PINNED_MEMORY)
+    with start(tmp_path / "first") as first, start(tmp_path / "second") as second:
+        trainer = first.trainer()
+        manager = trainer.kept_manager("compiled", free_cache_engine=False)
+
+        def base():
+            return [(n, t * (1.5 if "proj" in n else 1)) for n, t in trainer.weights()]
+
+        asyncio.run(manager.sync(base(), version="0"))
+        for version, engine in (("1", first), ("2", second), ("3", second)):
+            trainer.client.base_url = engine.url
+            asyncio.run(manager.sync_adapter(collect, version=version, base=base))
+        assert (first.version, second.version) == ("0", "2")
+        wanted, found = (served_log_probs(e.url, SGLANG_LORA_NAME) for e in (first, second))
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
+    assert max(abs(a - b) for a, b in zip(found, adapter.log_probs, strict=True)) > 0.01
+
+
 def test_adapters_are_served_replaced_or_refused_by_name(tmp_path):
     from verl.workers.rollout.sglang_rollout.utils import SGLANG_LORA_NAME
 
@@ -110,21 +153,15 @@ def test_adapters_are_served_replaced_or_refused_by_name(tmp_path):
         engine.ranks() as ranks,
     ):
 
-        def ask(adapter):
-            payload = {"input_ids": PROMPT, "return_logprob": True, "logprob_start_len": 0}
-            sampling = {"sampling_params": {"max_new_tokens": 1, "temperature": 0}}
-            return post(engine.url, "generate", payload | sampling | {"lora_path": adapter})
-
         def log_probs(adapter=SGLANG_LORA_NAME):
-            status, text = ask(adapter)
-            assert status == 200, text
-            found = json.loads(text)["meta_info"]["input_token_logprobs"]
-            return [log_prob for log_prob, *_ in found[1:]]
+            return served_log_probs(engine.url, adapter)
 
         num_replayed, num_buckets = ranks.run(sync_base)[0]
         assert num_replayed == num_buckets > 0
         base, seen = log_probs(None), []
-        assert ask(SGLANG_LORA_NAME).status == 400, "nobody is served without what it asks for"
+        assert ask(engine.url, SGLANG_LORA_NAME).status == 400, (
+            "nobody is served without what it asks for"
+        )
         for adapter in (first, second, first):
             assert ranks.run(serve, adapter.weights, adapter.config) == ["", ""]
             seen.append(log_probs())
@@ -136,7 +173,7 @@ def test_adapters_are_served_replaced_or_refused_by_name(tmp_path):
             close(log_probs(), adapter.log_probs)
         (error,) = set(ranks.run(serve, large.weights, large.config))
         assert "stage 'load_adapter' failed" in error and str(2 * RANK) in error, error
-        assert ask(SGLANG_LORA_NAME).status == 400
+        assert ask(engine.url, SGLANG_LORA_NAME).status == 400
         assert ranks.run(serve, second.weights, second.config) == ["", ""]
         seen.append(log_probs())
         assert log_probs(None) == base

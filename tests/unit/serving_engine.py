@@ -129,6 +129,7 @@ class ServingEngine:
         checks: the setting that each TP rank was given in the last sync.
         num_published: syncs that were good on all TP ranks.
         groups: the process group of each TP rank where buckets are broadcast; else none.
+        version: of the weights, as it publishes it; that of the start is "default".
     """
 
     def __init__(self, events=None, fails=None, *, tp=1):
@@ -143,6 +144,7 @@ class ServingEngine:
         self.models = [RecordingModel() for _ in range(tp)]
         self.drafts = []
         self.num_published = 0
+        self.version = "default"
         self.groups = []
         self._states = [{} for _ in range(tp)]
         self._serving = {}
@@ -172,6 +174,13 @@ class ServingEngine:
                 self._record("update", fields["weight_version"])
                 self._update(fields, call.sent, reply)
                 return reply
+            if call.operation == operations.MODEL_INFO:
+                reply.set_result({"weight_version": self.version})
+                return reply
+            if call.operation in (operations.LOAD_ADAPTER, operations.UNLOAD_ADAPTER):
+                self._record(call.operation.path)
+                reply.set_result({})
+                return reply
             tags = fields["tags"]
             if call.operation == operations.RELEASE:
                 self._record("release", *tags)
@@ -187,12 +196,12 @@ class ServingEngine:
         assert (fields["load_format"], fields["flush_cache"]) == (SESSION_FORMAT, True)
         handles = [base64.b64decode(text) for text in fields["serialized_named_tensors"]]
         assert len(handles) == len(self.models)
-        failures = []
+        failures, version = [], fields["weight_version"]
         self.checks = [decode_descriptor(handle).manifest_check for handle in handles]
         loaded_badly: list[list[str]] = []
         agreed = (
             threading.Barrier(len(handles), action=lambda: loaded_badly.append([*failures])),
-            threading.Barrier(len(handles), action=lambda: self._answer(reply, failures)),
+            threading.Barrier(len(handles), action=lambda: self._answer(reply, failures, version)),
         )
         for rank, handle in enumerate(handles):
             before = self._serving.get(rank)
@@ -239,13 +248,14 @@ class ServingEngine:
         if served is not None:
             served.conclude(failures, "misfit" if self.refuses else "other")
 
-    def _answer(self, reply, failures):
+    def _answer(self, reply, failures, version):
         if reply.cancelled():
             return
         if failures:
             reply.set_exception(RuntimeError("\n".join(failures)))
             return
         self.num_published += 1
+        self.version = self.version if version is None else version
         reply.set_result({"success": True, "message": with_remarks(self.remarks)})
 
 

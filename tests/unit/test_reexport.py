@@ -90,7 +90,11 @@ def test_verls_engines_return_repeatable_exports_once_wrapped(engine_class):
     assert engine.calls == [False, False]
     adapter, peft_config = engine.get_per_tensor_param(base_sync_done=True)
     assert peft_config == {"peft_type": "LORA", "r": 8}
-    assert not isinstance(adapter, Reexport)
+    assert engine.calls == [False, False, True]
+    assert list(adapter) == WEIGHTS
+    assert engine.calls == [False, False, True]
+    assert list(transformed(adapter, iter).base()) == WEIGHTS
+    assert engine.calls == [False, False, True, False]
 
 
 @pytest.mark.parametrize("around", ["", "_fsdp_wrapped_module"])

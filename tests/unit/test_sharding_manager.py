@@ -14,7 +14,9 @@ from unit.failed_replies import BAD, LOST, failed_request
 from unit.serving_engine import ServingEngine, costs_of
 from unit.trainer_ranks import WORLD_SIZE, trainer_ranks
 from verl_sglang_sync import WeightSyncError
+from verl_sglang_sync.engine.server_client import operations
 from verl_sglang_sync.report import SyncReport
+from verl_sglang_sync.sync.adapter_sync import AdapterUpdate
 from verl_sglang_sync.trainer_ranks import TrainerRanks
 
 UPDATE = ("update", "1")
@@ -247,6 +249,73 @@ def test_an_unexported_adapter_leaves_the_engine_alone():
         asyncio.run(manager.sync_adapter(lambda: {}["no such module"]))
     assert events == []
     assert manager.report.seconds == {}, "the next sync counts from zero"
+
+
+ADAPTER = AdapterUpdate(
+    unload=operations.unload_adapter("lora"),
+    load=operations.load_adapter("lora", {}, b"weights", num_copies=None),
+    num_tensors=1,
+    nbytes=4,
+)
+LOAD, UNLOAD = (("load_lora_adapter_from_tensors",), ("unload_lora_adapter",))
+
+
+def sync_adapter(manager, version, base=two_tensors):
+    asyncio.run(manager.sync_adapter(lambda: ADAPTER, version=version, base=base))
+
+
+@pytest.mark.parametrize("free_cache_engine", [True, False])
+def test_a_replaced_engine_gets_base_weights_again(caplog, free_cache_engine):
+    events = []
+    manager, engine = make_manager(events, free_cache_engine=free_cache_engine)
+    asyncio.run(manager.sync(two_tensors(), version="1"))
+    for version in "12":
+        sync_adapter(manager, version)
+    assert events == [UPDATE, LOAD, UNLOAD, LOAD]
+    events.clear()
+    engine.version = "default"
+    with pytest.raises(WeightSyncError, match=r"version 'default'.* were synced as '1'"):
+        sync_adapter(manager, "3", base=None)
+    assert events == []
+    for version in "34":
+        sync_adapter(manager, version)
+    assert events == [("update", "3"), UNLOAD, LOAD, UNLOAD, LOAD]
+    (warning,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert "'default'" in warning and "synced again" in warning
+
+
+@pytest.mark.parametrize("versions", [(), (None,), ("1", None)])
+def test_an_engine_without_known_version_is_trusted(versions):
+    events = []
+    manager, engine = make_manager(events)
+    for version in versions:
+        asyncio.run(manager.sync(two_tensors(), version=version))
+    engine.version = "of the user"
+    sync_adapter(manager, "2", base=None)
+    assert events[len(versions) :] == [LOAD]
+
+
+def adapter_after_restart(tp, replaced):
+    """What the engine of this rank is asked for, after that of rank `replaced` was replaced."""
+    events = []
+    manager, engine = make_manager(events, tp=tp)
+    asyncio.run(manager.sync(two_tensors(), version="1"))
+    events.clear()
+    if dist.get_rank() == replaced:
+        engine.version = "default"
+    try:
+        sync_adapter(manager, "2", base=None)
+    except WeightSyncError as error:
+        assert "version 'default'" in str(error) and events == []
+    else:
+        raise AssertionError("every rank has the error")
+    sync_adapter(manager, "2")
+    return events
+
+
+def test_one_replaced_replica_syncs_all_base_weights(pool):
+    asked = pool.run(adapter_after_restart, 2, 2)
+    assert asked == [[("update", "2"), LOAD], []] * 2
 
 
 def test_a_wake_up_without_a_sync_reports_none(tmp_path):

@@ -128,6 +128,7 @@ class Reexport(Iterable[NamedTensor]):
             adapter, or if it is merged into the weights.
         quantized: how the export was quantised, or None. `sources` are then those of the export
             before that.
+        base: makes the export of the weights below an adapter, if this export is the adapter alone.
     """
 
     make: Callable[[], Iterable[NamedTensor]]
@@ -135,6 +136,7 @@ class Reexport(Iterable[NamedTensor]):
     sources: Callable[[], Mapping[str, torch.Tensor]] | None = None
     adapter: AdapterExport | None = None
     quantized: Quantized | None = None
+    base: Callable[[], Iterable[NamedTensor]] | None = None
 
     def __iter__(self) -> Iterator[NamedTensor]:
         # verl's call has made one generator. The first iteration uses that generator up, also if it
@@ -159,8 +161,8 @@ def transformed(
     """
     if not is_repeatable(weights):
         return step(weights)
-    sources, adapter = getattr(weights, "sources", None), getattr(weights, "adapter", None)
-    return Reexport(partial(step, weights), sources=sources, adapter=adapter)
+    kept = {name: getattr(weights, name, None) for name in ("sources", "adapter", "base")}
+    return Reexport(partial(step, weights), **kept)
 
 
 def quantized_export(made: Quantized) -> Iterable[NamedTensor]:

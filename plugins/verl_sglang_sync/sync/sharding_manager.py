@@ -12,6 +12,7 @@ await manager.release()
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -30,6 +31,12 @@ from verl_sglang_sync.stages import KV_CACHE, WEIGHTS
 from verl_sglang_sync.sync.adapter_sync import AdapterSync, AdapterUpdate
 from verl_sglang_sync.sync.topologies import colocated_sync
 from verl_sglang_sync.trainer_ranks import TrainerRanks, WeightSyncError, run_on_all
+
+logger = logging.getLogger(__name__)
+
+
+class BaseLost(RuntimeError):
+    """An engine without the weights below its adapter."""
 
 
 class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
@@ -66,6 +73,7 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         self.report = self._new_report()
         self._written: SyncReport | None = None
         self._adapter = AdapterSync(ranks)
+        self._base_version: str | None = None  # published by the last sync that was no adapter's
 
     def take_written(self) -> SyncReport | None:
         """Return the report that was written since the last call, or None.
@@ -119,13 +127,60 @@ class SGLangShardingManager(BaseShardingManager):  # type: ignore[misc]
         await self._reported(
             self._weight_sync.sync(weights, version=version, report=self.report), version
         )
+        self._base_version = version
 
     async def sync_adapter(
-        self, collect: Callable[[], AdapterUpdate], *, version: str | None = None
+        self,
+        collect: Callable[[], AdapterUpdate],
+        *,
+        version: str | None = None,
+        base: Callable[[], Iterable[NamedTensor]] | None = None,
     ) -> None:
-        """Replace the engine's LoRA adapter, see `AdapterSync.sync`."""
+        """Replace the engine's LoRA adapter, see `AdapterSync.sync`.
+
+        Args:
+            base: makes the export of the weights below the adapter, for engines that have lost
+                them. Collective over the trainer's ranks.
+
+        Raises:
+            WeightSyncError: on every rank, also if an engine has lost the weights, and `base` is
+                None.
+        """
+        if not await self._all_have_base(can_sync=base is not None):
+            assert base is not None, "else all ranks have failed"
+            await self.sync(base(), version=version)
         engines = {} if self._engine is None else {"its own": self._engine}
         await self._reported(self._adapter.sync(collect, engines, self.report), version)
+
+    async def _all_have_base(self, *, can_sync: bool) -> bool:
+        """Return False if an engine publishes another version than the last sync. Collective.
+
+        An engine that was replaced publishes the version that it was started with. Of a sync
+        without a version nothing is known.
+        """
+        engine, base = self._engine, self._base_version
+        has_base = True
+
+        async def ask(engine: EngineServer) -> None:
+            nonlocal has_base
+            self._weight_sync.check_reply(self.report)  # after which the version is published
+            info = await asyncio.wrap_future(engine.submit(operations.model_info()))
+            found = info["weight_version"]
+            if has_base := found == base:
+                return
+            text = (
+                f"the engine publishes weight version {found!r}, and the weights below the LoRA "
+                f"adapter were synced as {base!r}: it was replaced, or has had other weights since"
+            )
+            if not can_sync:
+                raise BaseLost(f"{text}. Sync these weights before the adapter")
+            logger.warning("weight sync: %s. They are synced again before the adapter", text)
+
+        if base is None:  # on all ranks
+            return True
+        with self._new_report_after_failure():
+            await run_on_all(self._ranks, "model_info", None if engine is None else ask(engine))
+            return self._ranks.all(has_base)
 
     async def _reported(self, sync: Coroutine[Any, Any, None], version: str | None) -> None:
         """Wait for a sync, and count it in the report."""

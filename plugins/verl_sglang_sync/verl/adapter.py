@@ -1,7 +1,7 @@
 """Packs a LoRA adapter that SGLang serves unmerged. Every sync replaces the whole adapter.
 
-The base weights are synced once, as without an adapter. In disaggregated mode they are synced again
-if a replica joins without them.
+The base weights are synced once, as without an adapter. They are synced again if a replica joins
+without them, or if a colocated engine publishes another version of them.
 """
 
 from __future__ import annotations

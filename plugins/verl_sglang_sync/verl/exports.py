@@ -73,15 +73,22 @@ def _repeatable(method: Callable[..., Any]) -> Callable[..., Any]:
                 return weights, peft_config
 
             return Reexport(repeat, adapter=adapter_export), peft_config
+        base = None
+        if peft_config is not None and kwargs.get("base_sync_done"):
+            # An engine that was replaced needs the weights below the adapter, too.
+            base = functools.partial(
+                _weights_of, wrapper, engine, *args, **{**kwargs, "base_sync_done": False}
+            )
         if is_repeatable(weights):
-            return weights, peft_config
+            own = weights if base is None else Reexport(repeat, weights, base=base)
+            return own, peft_config
         adapter = None
         if peft_config is not None:
             adapter = functools.partial(
                 _called, method, engine, *args, **{**kwargs, "base_sync_done": True}
             )
         sources = _sources_of(method, engine)
-        export: Iterable[NamedTensor] = Reexport(repeat, weights, sources, adapter)
+        export: Iterable[NamedTensor] = Reexport(repeat, weights, sources, adapter, base=base)
         is_merged = peft_config is None and _has_adapter(engine)
         if is_merged and is_verls_fsdp(method):
             export = transformed(export, functools.partial(_converted_copies, engine))

@@ -7,6 +7,7 @@ the rollout does what verl's own `ServerAdapter` does.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from verl_sglang_sync.config import DISAGGREGATED_BACKEND, WeightSyncConfig
 from verl_sglang_sync.engine.server_client.client import SGLangServerClient
 from verl_sglang_sync.http_settings import server_url
 from verl_sglang_sync.report import warn_once
+from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.stages import KV_CACHE
 from verl_sglang_sync.sync.sharding_manager import SGLangShardingManager
 from verl_sglang_sync.trainer_ranks import TrainerRanks
@@ -121,7 +123,7 @@ class WeightSyncRollout(ServerAdapter):  # type: ignore[misc]
                 num_ranks=self.device_mesh["infer_tp"].size(),
                 is_leader=self._engine is not None,
             )
-            await manager.sync_adapter(collect, version=version)
+            await manager.sync_adapter(collect, version=version, base=self._base_below(weights))
         else:
             # `applied` only wraps the export. A sync by the route iterates nothing, and reads the
             # `sources` of the export.
@@ -130,6 +132,11 @@ class WeightSyncRollout(ServerAdapter):  # type: ignore[misc]
             # verl's V1 trainer reads the version back with every sample.
             await self.server_actor.set_global_steps.remote(global_steps)
         await self._keep_metrics(manager)
+
+    def _base_below(self, weights: Any) -> Callable[[], Iterable[NamedTensor]] | None:
+        """Return a function that makes the export of the weights below an adapter, or None."""
+        base = getattr(weights, "base", None)
+        return None if base is None else lambda: self._format.applied(base())
 
     def _comes_from_other_backend(self, weights: Any) -> bool:
         """Return True, with a warning, if another checkpoint engine delivers tensor by tensor."""
