@@ -140,6 +140,15 @@ class PullRank(Rank):
         with torch.no_grad():
             head.to_local().add_(1)
 
+    def check_tied(self):
+        """The head and the embedding come from the same bytes, which only then are tied for sure."""
+        tensors = self.route._plan.traced.tensors
+        head, embedding = (
+            next(tensors[name] for name in tensors if name.endswith(end))
+            for end in ("lm_head.weight", "embed_tokens.weight")
+        )
+        assert head.origins == embedding.origins
+
 
 def name_in(template):
     return template.format(dist.get_rank() // TP)
@@ -357,6 +366,12 @@ def test_a_short_lived_route_is_tried_less_often(pool):
     for seen in play(pool, *moves, kind="dense"):
         assert seen["routes"] == ["export"] * 3
         assert seen["state"] == "RETRY_LATER" and "changed twice in a row" in seen["off"]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+def test_a_tied_head_is_traced_to_the_embedding(pool, strategy):
+    for seen in play(pool, "sync", "check_tied", "step", "sync", kind="tied", strategy=strategy):
+        assert seen["routes"] == ["export", "pull"]
 
 
 class RefusingRoute(Route):

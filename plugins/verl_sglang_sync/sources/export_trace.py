@@ -175,6 +175,7 @@ class _ExportTracer(TracingMode):
     ) -> None:
         super().__init__()
         self.parameters: list[TracedParameter] = []
+        self._numbers: dict[str, int] = {}  # of the parameters, by source
         self._sources = sources
         # Reversed: if two sources share memory, the first one's name counts.
         self._names = {_identity(tensor): name for name, tensor in reversed(list(sources.items()))}
@@ -253,8 +254,11 @@ class _ExportTracer(TracingMode):
         return traced
 
     def _add(self, source: str, owners: Owners) -> int:
-        self.parameters.append(TracedParameter(source, owners))
-        return len(self.parameters) - 1
+        # Tied parameters are gathered once for each name, and are one source.
+        if source not in self._numbers:
+            self._numbers[source] = len(self.parameters)
+            self.parameters.append(TracedParameter(source, owners))
+        return self._numbers[source]
 
     def _keep(self, tensor: torch.Tensor, traced: Origin) -> None:
         storage = tensor.untyped_storage()
