@@ -1,9 +1,10 @@
 """A model that ties its head serves no head that the trainer has trained on its own."""
 
 import pytest
+from tiny_assets import make_assets
 
 from sglang_loader.common.engine_settings import STALE_REQUESTS_VARIABLE
-from support.exports import KeptExport
+from support.exports import KeptExport, store_tied_head
 from support.http_requests import status_of_request
 from support.served import served
 from support.trainer import sync_error
@@ -14,9 +15,12 @@ HEAD = "lm_head.weight"
 modes = pytest.mark.parametrize("mode", ["flattened", "compiled"])
 
 
-@pytest.fixture
-def engine(tmp_path):
-    with served(tmp_path, tied=True, variables={STALE_REQUESTS_VARIABLE: "0"}) as engine:
+@pytest.fixture(params=["", "head in the checkpoint"])
+def engine(request, tmp_path):
+    make_assets(tmp_path, architecture="qwen3", tied=True)
+    if request.param:
+        store_tied_head(tmp_path / "model")
+    with served(tmp_path, variables={STALE_REQUESTS_VARIABLE: "0"}) as engine:
         yield engine
 
 

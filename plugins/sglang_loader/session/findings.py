@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -267,6 +267,7 @@ def judge(
     mismatched: list[str] = []
     unexpected: list[str] = []
     dropped: list[str] = []  # though the published checkpoint has them
+    untied = _untied_heads(tensors, views, tied)
     for tensor in tensors:
         name = tensor.name
         expected = published.get(name) if published is not None else None
@@ -274,7 +275,8 @@ def judge(
         # A tensor that no rank uses, and that has no reason to be dropped, is unexpected.
         if all(name in view.unused for view in views):
             if name not in may_be_dropped:
-                (unexpected if expected is None else dropped).append(name)
+                is_unexpected = expected is None or name in untied
+                (unexpected if is_unexpected else dropped).append(name)
             if expected is not None and not is_normal:
                 mismatched.append(_described(tensor, "not used like this", expected))
         elif not is_normal and (reason := _mismatch(tensor, views, expected)):
@@ -336,6 +338,24 @@ def _tied(views: Sequence[RankView]) -> dict[str, str]:
         else:
             used[content] = name
     return {name: used[content] for name, content in unused.items() if content in used}
+
+
+def _untied_heads(
+    tensors: Sequence[BucketTensor], views: Sequence[RankView], tied: Collection[str]
+) -> set[str]:
+    """Return the output layers that differ from an embedding which the model uses in their place.
+
+    A published checkpoint may have a head that the model drops. Such a head equals the embedding.
+    """
+    contents = _contents(views)
+    used: set[tuple[int, ...]] = set()  # shapes
+    heads: list[BucketTensor] = []
+    for tensor in tensors:
+        if tensor.name in contents and not all(tensor.name in view.unused for view in views):
+            used.add(tensor.shape)
+        elif tensor.name in contents and tensor.name.endswith(_TIED_HEAD):
+            heads.append(tensor)
+    return {head.name for head in heads if head.shape in used and head.name not in tied}
 
 
 def _droppable(tensors: Sequence[BucketTensor], views: Sequence[RankView]) -> set[str]:
