@@ -105,19 +105,19 @@ class PullRank(Rank):
     def check_order(self, expected):
         assert self.delivered_when_traced == expected
 
-    def sync_while_written(self, on):
-        """A sync in whose midst a parameter of one rank is written once."""
+    def sync_while_trained(self, on):
+        """A sync in whose midst an optimizer of one rank makes a step."""
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1.0)
         confirm, others = TableSource.confirm, [dist.get_rank() != on]
 
-        def written(source):
+        def trained(source):
             confirm(source)
-            if not others:
-                return
-            if not others.pop():
-                with torch.no_grad():
-                    route_ranks.local_of(next(self.model.parameters())).add_(1)
+            if others and not others.pop():
+                for parameter in self.model.parameters():
+                    parameter.grad = torch.ones_like(parameter)
+                optimizer.step()
 
-        with mock.patch.object(TableSource, "confirm", written):
+        with mock.patch.object(TableSource, "confirm", trained):
             self.sync()
 
     def unmap(self):
@@ -141,7 +141,7 @@ class PullRank(Rank):
             head.to_local().add_(1)
 
     def check_tied(self):
-        """The head and the embedding come from the same bytes, which only then are tied for sure."""
+        """The head and the embedding come from the same bytes: only then they are tied for sure."""
         tensors = self.route._plan.traced.tensors
         head, embedding = (
             next(tensors[name] for name in tensors if name.endswith(end))
@@ -344,9 +344,11 @@ def test_a_rank_that_chose_no_way_is_followed(pool):
         assert seen["routes"] == ["export", "pull", "pull", "export", "pull"]
 
 
-def test_a_parameter_written_during_a_sync(pool):
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+def test_an_optimizer_step_during_a_sync(pool, strategy):
     """What the engines read may be half old, and is not published."""
-    for seen in play(pool, *["sync"] * 3, "step", ("sync_while_written", 1), "sync"):
+    steps = *["sync"] * 3, "step", ("sync_while_trained", 1), "sync"
+    for seen in play(pool, *steps, strategy=strategy):
         assert seen["errors"] == [] and seen["recoveries"] == ["AGAIN"]
         assert seen["routes"] == ["export", "pull", "pull", "pull", "pull"]
 

@@ -169,15 +169,6 @@ def locals_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
 
 
-def versions_of(tensors: Mapping[str, torch.Tensor]) -> list[int | None]:
-    """Return torch's counts of the writes to this rank's parts. None for an inference tensor.
-
-    Writes through `.data`, by other libraries or by a collective may not be counted.
-    """
-    locals_ = locals_of(list(tensors.values()))
-    return [None if local.is_inference() else local._version for local in locals_]
-
-
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of this rank's part of a tensor, as flat uint8. The part is contiguous.
 

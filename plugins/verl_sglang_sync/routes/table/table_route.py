@@ -73,6 +73,7 @@ from verl_sglang_sync.sources.export import NamedTensor, unquantized
 from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport
 from verl_sglang_sync.sources.memory_blocks import Block, BlockNames, share_block
 from verl_sglang_sync.sources.model_copies import check_copies, differing_copies
+from verl_sglang_sync.sources.optimizer_steps import OPTIMIZER_STEPS
 from verl_sglang_sync.sources.snapshot import (
     SourcesChanged,
     SourcesSnapshot,
@@ -104,6 +105,7 @@ class TableRoute(Route):
         transport: Transport,
     ) -> None:
         super().__init__(context)
+        OPTIMIZER_STEPS.watch()
         self.sends = False
         self._may_map = "pull" in context.settings.routes
         self._may_send = "exchange" in context.settings.routes

@@ -14,7 +14,8 @@ from verl_sglang_sync.routes.table.shard_sending import ShardSending
 from verl_sglang_sync.routes.table.transports import RoundsInSync
 from verl_sglang_sync.sources.export import NamedTensor
 from verl_sglang_sync.sources.host_memory import HOST_MEMORY
-from verl_sglang_sync.sources.snapshot import SourcesChanged, require_sources, versions_of
+from verl_sglang_sync.sources.optimizer_steps import OPTIMIZER_STEPS
+from verl_sglang_sync.sources.snapshot import SourcesChanged, require_sources
 from verl_sglang_sync.trainer_ranks import world_size
 
 
@@ -59,13 +60,13 @@ class TableSource(SyncSource):
         Raises:
             SourcesChanged: the memory of a parameter was freed, or the export does not name them.
         """
+        self._steps = OPTIMIZER_STEPS.count()
         synchronize_device(self.context.device)  # an optimizer may work on a stream of its own
         # Held until this object goes, at the end of the session.
         self._held = self.locations.snapshot.hold()
         # The trainer lists its parameters in milliseconds, which are free while the engines join.
         with self.report.stage("confirm"):
             self._parameters = require_sources(self.weights)()
-            self._versions = versions_of(self._parameters)
 
     def send(self, sessions: Sending) -> None:
         """Request the engines to load all shards, and send those that an engine cannot map.
@@ -108,12 +109,8 @@ class TableSource(SyncSource):
             self.locations.snapshot.require_unchanged(self._parameters)
 
     def confirm_unwritten(self) -> None:
-        """Raise `SourcesChanged` if torch has counted a write to a parameter since `start`."""
-        versions = versions_of(self._parameters)
-        if versions != self._versions:
-            pairs = zip(self._parameters, versions, self._versions, strict=True)
-            written = next(name for name, now, before in pairs if now != before)
-            raise SourcesChanged(f"{written} was written while engines read it")
+        """Raise `SourcesChanged` if an optimizer has made a step since `start`."""
+        OPTIMIZER_STEPS.require_none_since(self._steps)
 
     def drain(self) -> None:
         """Drop the handles if the sync has failed before any engine got a handle.
