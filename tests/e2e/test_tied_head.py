@@ -31,7 +31,7 @@ def trainer(engine):
 
 def export_of(trainer):
     """The weights, with a head that is a tensor of its own and has the embedding's bytes."""
-    export = KeptExport(list(trainer.weights()))
+    export = KeptExport([(name, tensor.clone()) for name, tensor in trainer.weights()])
     assert HEAD in export.state
     return export
 

@@ -22,7 +22,8 @@ def weights_of(model: Path | str, device: torch.device, *, scale: float = 1.0) -
     if json.loads(Path(model, "config.json").read_text())["tie_word_embeddings"]:
         named.setdefault("lm_head.weight", named["model.embed_tokens.weight"])
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    return [(name, (tensor * scale).to(device, dtype)) for name, tensor in named.items()]
+    scaled = {id(tensor): (tensor * scale).to(device, dtype) for tensor in named.values()}
+    return [(name, scaled[id(tensor)]) for name, tensor in named.items()]
 
 
 def store_tied_head(model: Path) -> None:
@@ -52,10 +53,23 @@ def calling_at(
 
 
 class KeptExport:
-    """Full tensors that the trainer keeps and exports as they are."""
+    """Full tensors that the trainer keeps and exports as they are.
+
+    Attributes:
+        state: the tensors by name. Tied ones, which are one tensor, by their first name.
+    """
 
     def __init__(self, weights: NamedTensors) -> None:
-        self.state = {name: mappable(tensor.clone()) for name, tensor in weights}
+        first = {id(tensor): name for name, tensor in reversed(weights)}
+        self._owners = {name: first[id(tensor)] for name, tensor in weights}
+        self.state = {name: self._kept(tensor) for name, tensor in self._own(weights)}
+
+    def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        return mappable(tensor.clone())
+
+    def _own(self, weights: NamedTensors) -> NamedTensors:
+        """Those of `weights` that are no second name of a tied tensor."""
+        return [(name, tensor) for name, tensor in weights if self._owners[name] == name]
 
     def reexport(self) -> Any:
         from verl_sglang_sync.sources.export import Reexport
@@ -63,7 +77,7 @@ class KeptExport:
         return Reexport(self._export, sources=lambda: self.state)
 
     def write(self, weights: NamedTensors) -> None:
-        for name, tensor in weights:
+        for name, tensor in self._own(weights):
             self.state[name].copy_(tensor)
 
     def move(self, name: str) -> None:
@@ -72,7 +86,7 @@ class KeptExport:
         old.fill_(7)
 
     def _export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self.state.items())
+        return ((name, self.state[owner]) for name, owner in self._owners.items())
 
 
 class ShardedExport(KeptExport):
@@ -85,18 +99,22 @@ class ShardedExport(KeptExport):
 
     def __init__(self, weights: NamedTensors, *, is_mappable: bool = False) -> None:
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor import Shard, distribute_tensor
 
-        super().__init__([])
         size = torch.distributed.get_world_size()
         self._mesh = init_device_mesh(weights[0][1].device.type, (size,))
-        for name, tensor in weights:
-            shard = self.state[name] = distribute_tensor(tensor, self._mesh, [Shard(0)])
-            if is_mappable:
-                mappable(shard.to_local())
+        self._is_mappable = is_mappable
+        super().__init__(weights)
+
+    def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        shard = distribute_tensor(tensor, self._mesh, [Shard(0)])
+        if self._is_mappable:
+            mappable(shard.to_local())
+        return shard
 
     def write(self, weights: NamedTensors) -> None:
-        for name, tensor in weights:
+        for name, tensor in self._own(weights):
             rows = tensor.chunk(self._mesh.size())
             if (rank := self._mesh.get_local_rank()) < len(rows):
                 self.state[name].to_local().copy_(rows[rank])
@@ -108,7 +126,7 @@ class ShardedExport(KeptExport):
         old.fill_(7)
 
     def _export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, shard.full_tensor()) for name, shard in self.state.items())
+        return ((name, shard.full_tensor()) for name, shard in super()._export())
 
 
 class OffloadedExport(ShardedExport):
@@ -142,7 +160,7 @@ class OffloadedExport(ShardedExport):
         assert HOST_MEMORY.problem is None, HOST_MEMORY.problem
 
     def _export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        shards = self.state.items()
+        shards = KeptExport._export(self)
         return ((name, shard.to(self._device).full_tensor()) for name, shard in shards)
 
 
