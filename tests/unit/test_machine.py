@@ -1,7 +1,10 @@
 """`benchmarks/machine.py`: runs side by side on a machine's GPUs, each with a limit."""
 
 import shlex
+import time
+from contextlib import suppress
 
+import psutil
 import pytest
 from benchmarks.machine import ROOT, Run, make, read_runs
 
@@ -37,11 +40,23 @@ def test_a_run_waits_until_gpus_are_free(tmp_path):
     assert made == [str(tmp_path / f"{run.name}.json") for run in runs]
 
 
+def child_in(folder):
+    """A command that starts a child in the background, and writes down the child's number."""
+    return f"sleep 60 & echo $! > {folder}/child;"
+
+
+def check_ended(folder):
+    child, deadline = int((folder / "child").read_text()), time.monotonic() + 20
+    with suppress(psutil.NoSuchProcess):
+        while psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline, "the child goes on"
+            time.sleep(0.05)
+
+
 def test_a_limit_ends_a_run_with_its_children(tmp_path):
-    child = f"sleep 1.5; touch {tmp_path}/late"
-    runs = [run_of("slow", f"({child}) & wait", limit_s=0.5), run_of("next", "sleep 1.5; exit 3")]
+    runs = [run_of("slow", f"{child_in(tmp_path)} wait", limit_s=2), run_of("next", "exit 3")]
     assert make(runs, 1, tmp_path, 60) == {"slow": 124, "next": 3}
-    assert not (tmp_path / "late").exists()
+    check_ended(tmp_path)
     assert (tmp_path / "slow.status").read_text() == "124\n"
 
 
@@ -66,10 +81,9 @@ def test_every_file_of_gpu_tests_has_a_part():
 
 
 def test_what_a_run_leaves_ends_with_it(tmp_path):
-    child = f"sleep 1.5; touch {tmp_path}/late"
-    runs = [run_of("leaves", f"({child}) & exit 3"), run_of("next", "sleep 2")]
+    runs = [run_of("leaves", f"{child_in(tmp_path)} exit 3"), run_of("next", "true")]
     assert make(runs, 1, tmp_path, 60) == {"leaves": 3, "next": 0}
-    assert not (tmp_path / "late").exists()
+    check_ended(tmp_path)
 
 
 def test_a_run_made_anew_begins_without_files(tmp_path):
