@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -68,17 +68,21 @@ class BucketUses:
         return [t.name for t in self.layout.tensors if t.nbytes and t.name not in applied]
 
 
-def tied_tensors(uses: Iterable[BucketUses]) -> dict[str, str]:
-    """Return the unused tensors that have the bytes of a used one, each with the used one."""
-    unused, used = {}, {}
-    for bucket in uses:
-        dropped = set(bucket.unused) if bucket.contents else ()
-        for name, content in bucket.contents.items():
-            if name in dropped:
-                unused[name] = content
-            else:
-                used[content] = name
-    return {name: used[content] for name, content in unused.items() if content in used}
+def merged_contents(uses: Iterable[BucketUses]) -> dict[str, str]:
+    """Return the contents of all buckets, see `BucketUses`."""
+    return {name: content for bucket in uses for name, content in bucket.contents.items()}
+
+
+def tied_tensors(contents: Mapping[str, str], unused: Collection[str]) -> dict[str, str]:
+    """Return the unused tensors that have the bytes of a used one, each with the used one.
+
+    Args:
+        contents: of all buckets.
+        unused: the names of all tensors that are not used.
+    """
+    used = {content: name for name, content in contents.items() if name not in unused}
+    dropped = ((name, content) for name, content in contents.items() if name in unused)
+    return {name: used[content] for name, content in dropped if content in used}
 
 
 def uses_of(traced: TracedBucket) -> BucketUses:

@@ -24,7 +24,7 @@ from sglang_loader.common.naming import listed
 from sglang_loader.common.regions.geometry import Region
 from sglang_loader.common.regions.intervals import merge
 from sglang_loader.load_plan.destinations import Destinations
-from sglang_loader.load_plan.uses import BucketUses, TensorUse
+from sglang_loader.load_plan.uses import BucketUses, TensorUse, merged_contents, tied_tensors
 
 PublishedTensors = Mapping[str, BucketTensor]
 """The tensors of a published checkpoint, by name. Their offsets are unused."""
@@ -131,9 +131,8 @@ def view_of(uses: Sequence[BucketUses]) -> RankView:
         if use.is_broadcast:
             clashes[tensor.name] = "smaller than what it would fill"
     unused = frozenset(name for bucket in uses for name in bucket.unused)
-    contents = {name: content for bucket in uses for name, content in bucket.contents.items()}
     clashes |= clashes_of(uses)
-    return RankView(unused=unused, partial=partial, clashes=clashes, contents=contents)
+    return RankView(unused=unused, partial=partial, clashes=clashes, contents=merged_contents(uses))
 
 
 def clashes_of(
@@ -262,18 +261,20 @@ def judge(
         return Verdict(
             not_checked=blind[0].unknown if not clashes else None, mismatched=tuple(unscaled)
         )
-    tied = _tied(views)
-    may_be_dropped = {*tied, *_droppable(tensors, views)}
+    contents = {name: content for view in views for name, content in view.contents.items()}
+    unused = frozenset.intersection(*(view.unused for view in views))  # on all ranks
+    tied = tied_tensors(contents, unused)
+    untied = _untied_heads(tensors, contents, unused, tied)
+    may_be_dropped = {*tied, *_droppable(tensors, contents)}
     mismatched: list[str] = []
     unexpected: list[str] = []
     dropped: list[str] = []  # though the published checkpoint has them
-    untied = _untied_heads(tensors, views, tied)
     for tensor in tensors:
         name = tensor.name
         expected = published.get(name) if published is not None else None
         is_normal = expected is not None and _is_normal(tensor, expected)
         # A tensor that no rank uses, and that has no reason to be dropped, is unexpected.
-        if all(name in view.unused for view in views):
+        if name in unused:
             if name not in may_be_dropped:
                 is_unexpected = expected is None or name in untied
                 (unexpected if is_unexpected else dropped).append(name)
@@ -325,47 +326,29 @@ def _mismatch(
     return None
 
 
-def _contents(views: Sequence[RankView]) -> dict[str, str]:
-    return {name: content for view in views for name, content in view.contents.items()}
-
-
-def _tied(views: Sequence[RankView]) -> dict[str, str]:
-    """Return the tensors that no rank uses, and that have the bytes of one that is used."""
-    unused, used = {}, {}
-    for name, content in _contents(views).items():
-        if all(name in view.unused for view in views):
-            unused[name] = content
-        else:
-            used[content] = name
-    return {name: used[content] for name, content in unused.items() if content in used}
-
-
 def _untied_heads(
-    tensors: Sequence[BucketTensor], views: Sequence[RankView], tied: Collection[str]
+    tensors: Sequence[BucketTensor],
+    contents: Mapping[str, str],
+    unused: Collection[str],
+    tied: Collection[str],
 ) -> set[str]:
     """Return the output layers that differ from an embedding which the model uses in their place.
 
     A published checkpoint may have a head that the model drops. Such a head equals the embedding.
     """
-    contents = _contents(views)
-    used: set[tuple[int, ...]] = set()  # shapes
-    heads: list[BucketTensor] = []
-    for tensor in tensors:
-        if tensor.name in contents and not all(tensor.name in view.unused for view in views):
-            used.add(tensor.shape)
-        elif tensor.name in contents and tensor.name.endswith(_TIED_HEAD):
-            heads.append(tensor)
-    return {head.name for head in heads if head.shape in used and head.name not in tied}
+    known = [tensor for tensor in tensors if tensor.name in contents]
+    used_shapes = {tensor.shape for tensor in known if tensor.name not in unused}
+    dropped = {t.name for t in known if t.name in unused and t.shape in used_shapes}
+    return {name for name in dropped if name.endswith(_TIED_HEAD) and name not in tied}
 
 
-def _droppable(tensors: Sequence[BucketTensor], views: Sequence[RankView]) -> set[str]:
+def _droppable(tensors: Sequence[BucketTensor], contents: Mapping[str, str]) -> set[str]:
     """Return the names of tensors that a model may drop, whatever their bytes are.
 
     These are rotary tables, and output layers whose bytes are not known, or not those of a tensor
     of the same shape. Such an output layer is tied to an embedding if it has the usual name and an
     embedding's shape.
     """
-    contents = _contents(views)
     shapes = {tensor.shape for tensor in tensors if tensor.name.endswith(_EMBEDDING)}
     unknown = {tensor.shape for tensor in tensors if tensor.name not in contents}
     droppable: set[str] = set()

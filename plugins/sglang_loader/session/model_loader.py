@@ -51,7 +51,7 @@ from sglang_loader.load_plan.executor import TableRun
 from sglang_loader.load_plan.plan import LoadPlan, PlanRefused
 from sglang_loader.load_plan.rounds import Round
 from sglang_loader.load_plan.saved_plan import SavedPlan
-from sglang_loader.load_plan.uses import BucketUses, tied_tensors
+from sglang_loader.load_plan.uses import BucketUses, merged_contents, tied_tensors
 from sglang_loader.session.kept_plan import KeptPlan
 from sglang_loader.session.recording import PlanRecorder
 
@@ -247,7 +247,9 @@ class ModelLoader:
         if self._tied_in == (weight_map, self.plan):
             return
         # The copy table reads no byte of a tensor that the model drops.
-        tied = tied_tensors(self.kept.uses.values())
+        uses = [bucket for bucket in self.kept.uses.values() if bucket.contents]
+        unused = {name for bucket in uses for name in bucket.unused}
+        tied = tied_tensors(merged_contents(uses), unused)
         places = places_of(weight_map, {*tied, *tied.values()}) if tied else {}
         for name, other in tied.items():
             if places[name] != places[other]:

@@ -33,6 +33,7 @@ from safetensors import SafetensorError, safe_open
 
 from sglang_loader.common.layout import BucketLayout, BucketTensor
 from sglang_loader.load_plan.destinations import collect_destinations
+from sglang_loader.load_plan.uses import merged_contents
 from sglang_loader.session.findings import (
     PublishedTensors,
     RankView,
@@ -79,9 +80,8 @@ def cached_verdict(layouts: Sequence[BucketLayout], model: Any) -> Verdict | Non
     last = _verdicts.get(model)
     if last is None or last[0] != (tuple(layouts), engine_context(model)):
         return None
-    verdict, contents = last[1], dict[str, str]()
-    for uses in loader_of(model).uses if verdict.tied else ():
-        contents |= uses.contents
+    verdict = last[1]
+    contents = merged_contents(loader_of(model).uses) if verdict.tied else {}
     are_tied = (
         contents.get(name) == contents.get(other, "unknown") for name, other in verdict.tied.items()
     )
