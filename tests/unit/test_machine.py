@@ -2,11 +2,11 @@
 
 import shlex
 import time
-from contextlib import suppress
 
-import psutil
 import pytest
 from benchmarks.machine import ROOT, Run, make, read_runs
+
+from support.deaths import has_ended
 
 
 def run_of(name, command, *, gpus=1, limit_s=20):
@@ -47,10 +47,9 @@ def child_in(folder):
 
 def check_ended(folder):
     child, deadline = int((folder / "child").read_text()), time.monotonic() + 20
-    with suppress(psutil.NoSuchProcess):
-        while psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < deadline, "the child goes on"
-            time.sleep(0.05)
+    while not has_ended(child):
+        assert time.monotonic() < deadline, "the child goes on"
+        time.sleep(0.05)
 
 
 def test_a_limit_ends_a_run_with_its_children(tmp_path):
