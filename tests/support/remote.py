@@ -11,6 +11,8 @@ test's own functions travel by value, so that it may say on the spot what a proc
 import asyncio
 import inspect
 import os
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,6 +30,7 @@ import cloudpickle
 
 from support.forks import CPU_ENVIRONMENT, Fork, die_with_parent, python_path
 
+CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
 AFTER_CRASH_S = 120  # twice the limit of a sync, within which the other processes are to notice
 
 
@@ -124,7 +127,34 @@ class Remote:
         crash = log.rfind("Fatal Python error")  # the names of all modules come last
         # A native library says why it aborts in the lines before.
         words = log[-4000:] if crash < 0 else log[max(0, crash - 2000) : crash + 8000]
-        return f"{how}:\n{words}"
+        stacks = native_stacks(self.process.pid) if -code in CRASHES else ""
+        return f"{how}:\n{words}\n{stacks}"
+
+
+def native_stacks(pid: int) -> str:
+    """The C stacks of a process that left a core dump here, which is removed; "" without gdb."""
+    paths = (Path("core"), Path(f"core.{pid}"))
+    found = [p for p in paths if p.is_file() and time.time() - p.stat().st_mtime < AFTER_CRASH_S]
+    if not found:
+        return ""
+    try:
+        if (gdb := shutil.which("gdb")) is None:
+            return ""
+        ask = ("set print frame-arguments none", "thread apply all backtrace 16")
+        commands = (*(part for each in ask for part in ("-ex", each)), sys.executable, found[0])
+        stacks = subprocess.run(
+            [gdb, "-batch", "-nx", *commands],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=AFTER_CRASH_S,
+        )
+        return stacks.stdout[-10_000:]
+    except subprocess.TimeoutExpired:
+        return ""
+    finally:
+        for path in found:
+            path.unlink(missing_ok=True)
 
 
 def finish(processes: Sequence[Remote], limit_s: float) -> list[Outcome | None]:
@@ -157,6 +187,8 @@ def run_interpreted(function: Callable[[], Any], log: Path) -> None:
 
 def _serve(link: Connection) -> None:
     """The process: runs calls until the other end is closed; what they await goes on meanwhile."""
+    _, most = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (most, most))  # for `native_stacks`
     loop, state = asyncio.new_event_loop(), ()
     while True:
         try:
