@@ -1,12 +1,11 @@
 """`benchmarks/machine.py`: runs side by side on a machine's GPUs, each with a limit."""
 
 import shlex
-import time
 
 import pytest
 from benchmarks.machine import ROOT, Run, make, read_runs
 
-from support.deaths import has_ended
+from support.deaths import has_ended, wait_until
 
 
 def run_of(name, command, *, gpus=1, limit_s=20):
@@ -46,10 +45,8 @@ def child_in(folder):
 
 
 def check_ended(folder):
-    child, deadline = int((folder / "child").read_text()), time.monotonic() + 20
-    while not has_ended(child):
-        assert time.monotonic() < deadline, "the child goes on"
-        time.sleep(0.05)
+    child = int((folder / "child").read_text())
+    wait_until(lambda: has_ended(child), 20, "the child ends")
 
 
 def test_a_limit_ends_a_run_with_its_children(tmp_path):
