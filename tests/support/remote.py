@@ -12,7 +12,6 @@ import asyncio
 import inspect
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -137,24 +136,23 @@ def native_stacks(pid: int) -> str:
     found = [p for p in paths if p.is_file() and time.time() - p.stat().st_mtime < AFTER_CRASH_S]
     if not found:
         return ""
-    try:
-        if (gdb := shutil.which("gdb")) is None:
-            return ""
-        ask = ("set print frame-arguments none", "thread apply all backtrace 16")
-        commands = (*(part for each in ask for part in ("-ex", each)), sys.executable, found[0])
+    stacks = ""
+    with suppress(FileNotFoundError, subprocess.TimeoutExpired):
         stacks = subprocess.run(
-            [gdb, "-batch", "-nx", *commands],
+            [
+                *("gdb", "-batch", "-nx"),
+                *("-ex", "set print frame-arguments none"),
+                *("-ex", "thread apply all backtrace 16"),
+                *(sys.executable, found[0]),
+            ],
             capture_output=True,
             text=True,
             errors="replace",
             timeout=AFTER_CRASH_S,
-        )
-        return stacks.stdout[-10_000:]
-    except subprocess.TimeoutExpired:
-        return ""
-    finally:
-        for path in found:
-            path.unlink(missing_ok=True)
+        ).stdout
+    for path in found:
+        path.unlink(missing_ok=True)
+    return stacks[-10_000:]
 
 
 def finish(processes: Sequence[Remote], limit_s: float) -> list[Outcome | None]:
