@@ -82,7 +82,7 @@ def measure(
     gpus_per_host: int = 1,
     asleep_s: float | None = None,
 ) -> list[dict[str, Any]]:
-    """A row for each arm, up to one that fails.
+    """A row for each arm, up to one that fails or is interrupted.
 
     Args:
         make_export: makes a rank's model, in its process.
@@ -110,9 +110,13 @@ def measure(
         trainers.run(_import_what_it_needs, *args)  # while the engines start
         for url, log in logs.items():
             wait_until_healthy(url, log)
-        for outcome in trainers.attempt(_measure_rank, *args, limit_s=TIMEOUT_S):
-            if outcome.error is not None:
-                print(outcome.error, file=sys.stderr)  # the arms before it have been measured
+        # The arms before an error, or an interrupt, have been measured.
+        try:
+            for outcome in trainers.attempt(_measure_rank, *args, limit_s=TIMEOUT_S):
+                if outcome.error is not None:
+                    print(outcome.error, file=sys.stderr)
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
     row = {"model": model, "gpus": ranks if device == "cuda" else 0, "tp": tp, "host_bytes": 0}
     return [row | json.loads(line) for line in lines.read_text().splitlines()]
 
