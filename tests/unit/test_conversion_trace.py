@@ -262,6 +262,26 @@ def test_a_parameter_with_another_conversion_is_refused(pool, conversion):
     pool.run(refused, conversion, "a kind")
 
 
+def test_conversions_of_a_kind_may_differ():
+    from verl_sglang_sync.sources.conversion_trace import Conversion, trace_conversions
+
+    shard = torch.zeros(3, 3, dtype=torch.bfloat16)
+    turned = {"b": True, "a": False, "c": False, "d": True}
+    given = [
+        Conversion(
+            (name,),
+            "a kind",
+            (shard,),
+            lambda t, name=name: [(name, t.T.contiguous() if turned[name] else t)],
+        )
+        for name in turned
+    ]
+    traced = trace_conversions(given, rank=0, world_size=1, device=CPU)
+    dims = {name: traced.tensors[name].origins[0].bytes.dims for name in turned}
+    assert dims["a"] == dims["c"] != dims["b"] == dims["d"]
+    assert [parameter.source for parameter in traced.parameters] == list(turned)
+
+
 @pytest.mark.parametrize("number", [torch.int32, torch.int64])
 def test_codes_beyond_32_bits_have_64(number, monkeypatch):
     """In one process: which integers are chosen, and that both can be scrambled."""

@@ -15,7 +15,8 @@ No rank waits for another, because collectives are simulated: where `convert` ga
 another rank, it gets this rank's codes with the number of the other rank.
 
 To detect arithmetic, `convert` is run again on scrambled codes, and must return the same elements,
-scrambled. The second run is skipped if a parameter of the same kind gave the same codes before.
+scrambled. The second run is skipped if a parameter of the same kind gave the same codes before: the
+device compares the codes, and the host waits for all comparisons together, at the end.
 
 The ranks' traces are merged (`merge_traces`) and compared, bit for bit, with the real export
 (`Comparison`). So nothing depends on assumptions about Megatron's layout of ranks.
@@ -23,16 +24,16 @@ The ranks' traces are merged (`merge_traces`) and compared, bit for bit, with th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork, ProcessGroup
 
-from sglang_loader.common.digest import digests
 from sglang_loader.common.regions.compose import ByteMap
 from sglang_loader.common.regions.geometry import Region
 from verl_sglang_sync.sources.export import NamedTensor
@@ -47,6 +48,8 @@ from verl_sglang_sync.sources.owners import Origin, Owners
 
 FACTOR, MASK = 0x2545F4914F6CDD1D, 0x1B873593CC9E2D51
 """Numbers that scramble codes, modulo the integers' range. An odd factor has an inverse."""
+
+NamedShape: TypeAlias = tuple[str, tuple[int, ...]]
 
 CHUNK = 1 << 24
 """Number of elements that one step processes. Bounds the memory needed beside the codes."""
@@ -95,30 +98,73 @@ def trace_conversions(
     Raises:
         NotTraceable: a tensor is computed, or is not a strided set of the shards' bytes.
     """
+    conversions = list(conversions)
+    kinds = [_kind_of(conversion) for conversion in conversions]
+    num_of_kind = Counter(kinds)
+    examples: dict[object, _Example] = {}
+    found: list[tuple[list[NamedShape], list[list[_Part]]]] = []
+    comparisons: list[tuple[int, torch.Tensor]] = []  # a conversion's number, a bool on the device
+    with torch.no_grad():
+        for number, (conversion, kind) in enumerate(zip(conversions, kinds, strict=True)):
+            _check(conversion, device)
+            codes = _Codes.of(conversion, rank, world_size)
+            plain = _converted(conversion, codes, is_scrambled=False)
+            example = examples.get(kind)
+            # Most layers and experts give the same codes as an example. Skip the second run there.
+            if example is not None and example.has_shapes_of(plain):
+                comparisons.append((number, example.differs(plain)))
+            else:
+                example = _Example.of(conversion, codes, plain)
+                if num_of_kind[kind] > 1:  # else it would keep its memory for nothing
+                    examples[kind] = example
+            found.append((_shapes_of(plain), example.parts))
+            del plain  # frees the memory for the next conversion
+        for number in _differing(comparisons):
+            conversion = conversions[number]
+            codes = _Codes.of(conversion, rank, world_size)
+            plain = _converted(conversion, codes, is_scrambled=False)
+            found[number] = _shapes_of(plain), _Example.of(conversion, codes, plain).parts
+    return _traced_export(conversions, found)
+
+
+def _kind_of(conversion: Conversion) -> object:
+    first = conversion.parameters[0]
+    return conversion.kind, len(conversion.parameters), first.shape, first.dtype
+
+
+def _shapes_of(converted: Sequence[NamedTensor]) -> list[NamedShape]:
+    return [(name, tuple(tensor.shape)) for name, tensor in converted]
+
+
+def _differing(comparisons: Sequence[tuple[int, torch.Tensor]]) -> list[int]:
+    """Wait for the device, and return the numbers of the conversions that differ."""
+    if not comparisons:
+        return []
+    differ = torch.stack([differs for _, differs in comparisons]).tolist()
+    return [number for (number, _), differs in zip(comparisons, differ, strict=True) if differs]
+
+
+def _traced_export(
+    conversions: Sequence[Conversion],
+    found: Sequence[tuple[list[NamedShape], list[list[_Part]]]],
+) -> TracedExport:
+    """Return the trace of all conversions, in their order.
+
+    Args:
+        found: for each conversion its tensors, and the parts of each tensor.
+    """
     numbers: dict[TracedParameter, int] = {}
     tensors: dict[str, TracedTensor] = {}
-    # By kind, the fingerprints of a conversion's tensors, and the parts found for them.
-    examples: dict[object, tuple[list[object], list[list[_Part]]]] = {}
-    with torch.no_grad():
-        for conversion in conversions:
-            _check(conversion, device)
-            first = conversion.parameters[0]
-            codes = _Codes(first, len(conversion.parameters), rank, world_size)
-            plain = _converted(conversion, codes, is_scrambled=False)
-            kind = conversion.kind, len(conversion.parameters), first.shape, first.dtype
-            # Most layers and experts give the same codes as an example. Skip the second run there.
-            fingerprints = _fingerprints(plain)
-            if kind not in examples or examples[kind][0] != fingerprints:
-                examples[kind] = fingerprints, _parts(conversion, codes, plain)
-            for (name, tensor), parts in zip(plain, examples[kind][1], strict=True):
-                if name in tensors:
-                    raise NotTraceable(f"{name} is made of two parameters")
-                origins = []
-                for part in parts:
-                    parameter = TracedParameter(conversion.sources[part.parameter], part.owners)
-                    number = numbers.setdefault(parameter, len(numbers))
-                    origins.append(Origin(number, part.bytes))
-                tensors[name] = TracedTensor(first.dtype, tuple(tensor.shape), tuple(origins))
+    for conversion, (converted, all_parts) in zip(conversions, found, strict=True):
+        for (name, shape), parts in zip(converted, all_parts, strict=True):
+            if name in tensors:
+                raise NotTraceable(f"{name} is made of two parameters")
+            origins = []
+            for part in parts:
+                parameter = TracedParameter(conversion.sources[part.parameter], part.owners)
+                number = numbers.setdefault(parameter, len(numbers))
+                origins.append(Origin(number, part.bytes))
+            tensors[name] = TracedTensor(conversion.parameters[0].dtype, shape, tuple(origins))
     return TracedExport(tuple(numbers), tensors)
 
 
@@ -138,13 +184,40 @@ def _check(conversion: Conversion, device: torch.device) -> None:
             )
 
 
-def _fingerprints(converted: Sequence[NamedTensor]) -> list[object]:
-    """Return a value that is equal for tensors with equal codes, whatever their names."""
-    tensors = [tensor.contiguous() for _, tensor in converted]
-    if not tensors:
-        return []
-    sums = digests([tensor.reshape(-1).view(torch.uint8) for tensor in tensors]).tolist()
-    return [(t.shape, t.dtype, *values) for t, values in zip(tensors, sums, strict=True)]
+@dataclass(frozen=True)
+class _Example:
+    """The result of a conversion of codes, with which others of its kind are compared.
+
+    Attributes:
+        codes: the converted tensors.
+        parts: the parts of each of them.
+    """
+
+    codes: list[torch.Tensor]
+    parts: list[list[_Part]]
+
+    @classmethod
+    def of(cls, conversion: Conversion, codes: _Codes, plain: Sequence[NamedTensor]) -> _Example:
+        """Decode a conversion.
+
+        Args:
+            plain: what the conversion makes of the codes.
+
+        Raises:
+            NotTraceable: as `trace_conversions`.
+        """
+        return cls([tensor for _, tensor in plain], _parts(conversion, codes, plain))
+
+    def has_shapes_of(self, plain: Sequence[NamedTensor]) -> bool:
+        """Return True if another result has as many tensors, of the same shapes and dtypes."""
+        own = [(tensor.shape, tensor.dtype) for tensor in self.codes]
+        return own == [(tensor.shape, tensor.dtype) for _, tensor in plain]
+
+    def differs(self, plain: Sequence[NamedTensor]) -> torch.Tensor:
+        """Return a bool on the device: True if another result of these shapes has other codes."""
+        pairs = zip(self.codes, plain, strict=True)
+        unequal = [(own != tensor).any() for own, (_, tensor) in pairs]
+        return torch.stack(unequal).any() if unequal else torch.tensor(False)
 
 
 def _parts(
@@ -201,6 +274,12 @@ class _Codes:
         self.own = torch.arange(
             start, start + self._numel_of_rank, dtype=self.dtype, device=parameter.device
         ).view(num_parameters, self._numel)
+
+    @classmethod
+    def of(cls, conversion: Conversion, rank: int, world_size: int) -> _Codes:
+        """Make the codes of a conversion's parameters."""
+        parameters = conversion.parameters
+        return cls(parameters[0], len(parameters), rank, world_size)
 
     def scramble(self, codes: torch.Tensor) -> torch.Tensor:
         # A copy of scrambled codes is the scrambled copy. Arithmetic gives another result.
