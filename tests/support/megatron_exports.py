@@ -13,6 +13,7 @@ from contract.tiny_architectures import read_checkpoint
 from support import served_models
 from support.assembled import misplaced
 from support.megatron_trainer import Layout, MegatronActor
+from verl_sglang_sync.sources.snapshot import sources_of
 from verl_sglang_sync.sources.source_map import SourceMap
 
 ROUTER_BIAS = "e_score_correction_bias"
@@ -58,7 +59,11 @@ def export_of(rank: Any, model: Path) -> dict[str, Any]:
     """
     actor, ranks = rank.kept["actor"], rank.ranks()
     export, reference = actor.export(), load_file(model / "model.safetensors")
-    exported, source_map = list(export), SourceMap(ranks, rank.device)
+    source_map, tensors = SourceMap(ranks, rank.device), iter(export)
+    exported = [next(tensors)]
+    if getattr(sources_of(export), "can_trace_in_export", False):
+        source_map.trace_alone(export)
+    exported += tensors
     off = source_map.trace(export)
     everyone, served = range(dist.get_world_size()), Counter[int]()
     for owners in source_map.traced.owners if off is None else ():

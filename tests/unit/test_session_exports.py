@@ -24,7 +24,7 @@ from verl_sglang_sync.routes.table.table_route import TableRoute
 from verl_sglang_sync.sources import source_map
 from verl_sglang_sync.sources.comparison import Comparison
 from verl_sglang_sync.sources.export import Reexport
-from verl_sglang_sync.sources.export_trace import trace_export
+from verl_sglang_sync.sources.export_trace import NotTraceable, trace_export
 from verl_sglang_sync.trainer_ranks import TrainerRanks
 
 MODES = ("flattened",)
@@ -333,6 +333,36 @@ class SelfTracing:
         self.seen.append((self._case.num_exports, self._case.trainer.engine.num_published))
         weights = self._case.parameters.items()
         return trace_export(weights, sources=self, world_size=1, device=device)
+
+
+def test_sources_traced_in_the_export_export_once():
+    case = Traceable()
+    case.sources = SelfTracing(case)
+    case.sources.needs_an_export, case.sources.can_trace_in_export = False, True
+    case.sync()
+    assert case.sources.seen == [(1, 0)]
+    assert case.num_exports == 1
+    assert case.sync().num_pulled == 4 and case.has_arrived()
+
+
+def test_sources_not_traceable_in_the_export_export_again(monkeypatch):
+    """A trace that lacks what the export leaves, as a release of a bridge might."""
+    case = Traceable()
+    case.sources = sources = SelfTracing(case)
+    sources.needs_an_export, sources.can_trace_in_export = False, True
+    trace = sources.trace
+
+    def traced(device):
+        if not sources.seen:
+            sources.seen.append("failed")
+            raise NotTraceable("the export communicates")
+        return trace(device)
+
+    monkeypatch.setattr(sources, "trace", traced)
+    case.sync()
+    assert sources.seen == ["failed", (1, 0)]
+    assert case.num_exports == 2
+    assert case.sync().num_pulled == 4 and case.has_arrived()
 
 
 def test_self_tracing_sources_trace_after_their_export():

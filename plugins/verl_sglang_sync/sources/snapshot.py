@@ -27,6 +27,7 @@ Sources = Callable[[], Mapping[str, torch.Tensor]]
 Optional attributes of the function:
     trace(device): returns the `TracedExport`, in place of a traced run of the export.
     needs_an_export: True if `trace` works only after an export was made.
+    can_trace_in_export: True if `trace` works between two tensors of an export.
     is_offloaded: see the function of this name.
 """
 

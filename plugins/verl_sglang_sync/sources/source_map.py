@@ -78,6 +78,7 @@ class SourceMap:
         self._device = device
         self._trace: Trace | None = None
         self._own_trace: Trace | None = None  # not merged with the other ranks' traces yet
+        self._merged_own: TracedExport | None = None  # this rank's own part of `_trace`
 
     @property
     def traced(self) -> TracedExport:
@@ -113,8 +114,13 @@ class SourceMap:
         return Comparison(None, require_sources(export), self._device, trace=trace)
 
     def is_current(self, comparison: Comparison, export: Iterable[NamedTensor]) -> bool:
-        """Return True if the trace of a comparison still holds on all ranks. Collective."""
-        is_last = self._trace is not None and self._trace[0] is comparison.traced
+        """Return True if the trace of a comparison still holds on all ranks. Collective.
+
+        That may be this rank's own trace, before it was merged with the others: a rank compares its
+        own shards alone.
+        """
+        last = () if self._trace is None else (self._trace[0], self._merged_own)
+        is_last = comparison.traced is not None and any(comparison.traced is t for t in last)
         return self._ranks.all(is_last and self.is_traced(export))
 
     def is_traced(self, export: Iterable[NamedTensor]) -> bool:
@@ -132,7 +138,7 @@ class SourceMap:
         # After an error `trace` traces again, and returns the reason.
         own, _ = attempt(partial(self._own_traced, export), NotTraceable)
         # The ranks of these exports make the same trace.
-        return own if _can_trace_while_exported(export) or self.is_traced(export) else None
+        return own if _is_traced_alike(export) or self.is_traced(export) else None
 
     def _own_traced(self, export: Iterable[NamedTensor]) -> TracedExport:
         """Return the merged trace if it holds, else this rank's own.
@@ -164,6 +170,7 @@ class SourceMap:
             partial(self._own, export), NotTraceable, passing=(SourcesChanged,)
         )
         self._own_trace = None
+        self._merged_own = None if self._trace is None else self._trace[0]
         reason = self._ranks.common_reason(reason) or self._merge()
         if reason is not None:
             self._trace = None
@@ -222,16 +229,26 @@ class SourceMap:
 
 
 def _can_trace_while_exported(export: Iterable[NamedTensor]) -> bool:
-    """Return True if an export can be traced while it is made, with the same result on all ranks.
+    """Return True if an export can be traced while it is made.
 
-    That is FSDP2's export of parameters that stay on the device. A trace by other sources is made
-    in their own way, and an export that loads parameters, merges adapters or quantises is not to be
-    begun a second time.
+    An export that loads parameters, merges adapters or quantises is not to be begun a second time.
     """
     sources = sources_of(export)
-    is_plain = sources is not None and getattr(sources, "trace", None) is None
     has_more = getattr(export, "adapter", None) is not None or quantization_of(export) is not None
-    return is_plain and not has_more and not is_offloaded(export)
+    if sources is None or has_more:
+        return False
+    if getattr(sources, "trace", None) is not None:
+        return bool(getattr(sources, "can_trace_in_export", False))
+    return not is_offloaded(export)
+
+
+def _is_traced_alike(export: Iterable[NamedTensor]) -> bool:
+    """Return True if an export can be traced while it is made, with the same result on all ranks.
+
+    That is FSDP2's. Sources that trace themselves name the ranks of their own copy of the model.
+    """
+    is_run = getattr(sources_of(export), "trace", None) is None
+    return is_run and _can_trace_while_exported(export)
 
 
 def _holds(trace: Trace | None, export: Iterable[NamedTensor]) -> bool:

@@ -229,11 +229,21 @@ class BridgeSources:
     Ranks that hold parts of the same parameter have the same name for it.
     """
 
-    needs_an_export = True
-    """A trace needs what the ranks send each other in the first export, and the bridge keeps."""
-
     def __init__(self, engine: Any) -> None:
         self._engine = engine
+
+    @property
+    def needs_an_export(self) -> bool:
+        """True if a trace needs what pipeline stages send each other in the first export.
+
+        The bridge keeps it.
+        """
+        return int(self._engine.engine_config.pipeline_model_parallel_size) > 1
+
+    @property
+    def can_trace_in_export(self) -> bool:
+        """True if a trace needs nothing of an export."""
+        return not self.needs_an_export
 
     @property
     def is_offloaded(self) -> bool:
