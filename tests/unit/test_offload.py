@@ -14,7 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sglang_loader.common.host_memory import HostFile
+from sglang_loader.common.session import messages
 from sglang_loader.common.shared_memory import CannotMap, map_buffer
+from sglang_loader.session.mapped_memory import MappedMemory
 from unit import route_ranks
 from unit.route_ranks import Rank, export_of, local_of, sharded
 from verl_sglang_sync.sources import host_memory
@@ -226,6 +228,24 @@ def test_a_file_shows_what_its_owner_writes():
     assert mapped[-1] == 7, "mapped memory outlives its file"
     with pytest.raises(CannotMap):
         map_buffer(handle, CPU)
+
+
+def test_one_session_without_a_file_unmaps_none():
+    """Such as a proof by export. Pinning a file takes seconds."""
+    file, mapped = HostFile(4096, CPU), MappedMemory()
+    with_file = [messages.SharedBuffer(slot=0, name=file.name, handle=file.handle, keep=True)]
+    sessions = ([], with_file, [], with_file, [], [])
+    names = []
+    for buffers in sessions:
+        mapped.begin_session(CPU)
+        mapped.map_buffers(buffers)
+        mapped.release()
+        names.append(mapped.names)
+    own = [file.name]
+    assert names == [[], own, own, own, own, []]
+    mapped.map_buffers(with_file)
+    mapped.release_all()
+    assert mapped.names == []
 
 
 def test_another_file_of_that_number_is_refused():

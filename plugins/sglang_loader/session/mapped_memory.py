@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from sglang_loader.common.bucket_source import BucketMap, BucketPiece, BucketSource
+from sglang_loader.common.host_memory import HostHandle
 from sglang_loader.common.layout import WireError, digest_of
 from sglang_loader.common.session import messages
 from sglang_loader.common.session.messages import SessionError
@@ -29,7 +30,8 @@ class MappedMemory:
 
     An object serves one session after the other. A session calls `begin_session` first, and
     `release` last. Buffers are mapped by name. `release` unmaps each buffer that the trainer did
-    not ask to keep.
+    not ask to keep. A file of host memory takes seconds to pin, so one session without it, such as
+    a proof by export, leaves it mapped.
 
     A session uses a `GroupReceiver` in the same way. A session reads its loads in order. At most
     `max_unread` loads are begun and not yet read to the end.
@@ -40,6 +42,8 @@ class MappedMemory:
     def __init__(self) -> None:
         self._mapped: dict[str, torch.Tensor] = {}
         self._kept: set[str] = set()
+        self._files: set[str] = set()  # the buffers that are files of host memory
+        self._left: set[str] = set()  # the files that the last session did not ask to keep
         self._slots: dict[int, torch.Tensor] = {}
         self._sources = SourceCache()
         self._stored: dict[str, bytes] = {}
@@ -77,6 +81,8 @@ class MappedMemory:
             name = buffer.name
             if buffer.handle is not None:
                 self._mapped[name] = map_buffer(buffer.handle, self._device)
+                if isinstance(buffer.handle, HostHandle):
+                    self._files.add(name)
             if name not in self._mapped:
                 raise SessionError(f"buffer {name} is not mapped, and no handle came with it")
             if buffer.keep:
@@ -144,8 +150,13 @@ class MappedMemory:
         return self._stored[digest]
 
     def release(self) -> None:
-        """Unmap the buffers that the session did not ask to keep."""
-        kept, self._kept, self._slots = self._kept, set(), {}
+        """Unmap the buffers that the session did not ask to keep.
+
+        Files of host memory are unmapped by the second session that does not ask for them.
+        """
+        self._left = self._files - self._kept - self._left
+        kept, self._kept, self._slots = self._kept | self._left, set(), {}
+        self._files &= kept
         if kept == self._mapped.keys():
             return
         self._sources.clear()
@@ -157,6 +168,7 @@ class MappedMemory:
     def release_all(self) -> None:
         """Unmap every buffer, also those that the trainer asked to keep."""
         self._kept.clear()
+        self._files.clear()
         self.release()
 
 

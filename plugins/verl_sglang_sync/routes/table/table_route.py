@@ -27,7 +27,8 @@ Engines keep some blocks mapped from one session to the next:
     route after it                                           session by the route
     a later good sync by the     the same locations, no      all
     route                        handles
-    an exported session          dropped: `note_unmapped`    none
+    an exported session          dropped: `note_unmapped`    files of host memory alone, until a
+                                                             second exported session
     a failed session, before     dropped: `forget`           none. The next session by the route
     anything was published                                   counts as a proof in this table
     any, of offloaded            new                         files of host memory alone
