@@ -61,7 +61,9 @@ def export_of(rank: Any, model: Path) -> dict[str, Any]:
     export, reference = actor.export(), load_file(model / "model.safetensors")
     source_map, tensors = SourceMap(ranks, rank.device), iter(export)
     exported = [next(tensors)]
-    if getattr(sources_of(export), "can_trace_in_export", False):
+    sources = sources_of(export)
+    if getattr(sources, "can_trace_in_export", False):
+        sources.trace(rank.device)  # raises, where `trace_alone` would have it traced later
         source_map.trace_alone(export)
     exported += tensors
     off = source_map.trace(export)
