@@ -282,6 +282,27 @@ def test_conversions_of_a_kind_may_differ():
     assert [parameter.source for parameter in traced.parameters] == list(turned)
 
 
+def test_conversions_may_reuse_memory_or_give_nothing():
+    from verl_sglang_sync.sources.conversion_trace import Conversion, trace_conversions
+
+    shard, buffers = torch.zeros(3, 3, dtype=torch.bfloat16), []
+
+    def convert(tensor, name, is_turned):
+        if name == "c":  # an expert that comes with a later one
+            return []
+        buffers.append(buffers[-2] if buffers[1:] else torch.empty(3, 3, dtype=torch.int32))
+        buffers[-1].copy_(tensor.T if is_turned else tensor)
+        return [(name, buffers[-1])]
+
+    given = [
+        Conversion((name,), "a kind", (shard,), lambda t, name=name: convert(t, name, name == "b"))
+        for name in "abcc"
+    ]
+    traced = trace_conversions(given, rank=0, world_size=1, device=CPU)
+    dims = {name: tensor.origins[0].bytes.dims for name, tensor in traced.tensors.items()}
+    assert dims == {"a": ((18, 1),), "b": ((3, 2), (3, 6), (2, 1))}
+
+
 @pytest.mark.parametrize("number", [torch.int32, torch.int64])
 def test_codes_beyond_32_bits_have_64(number, monkeypatch):
     """In one process: which integers are chosen, and that both can be scrambled."""

@@ -16,7 +16,7 @@ another rank, it gets this rank's codes with the number of the other rank.
 
 To detect arithmetic, `convert` is run again on scrambled codes, and must return the same elements,
 scrambled. The second run is skipped if a parameter of the same kind gave the same codes before: the
-device compares the codes, and the host waits for all comparisons together, at the end.
+device compares digests of the codes, and the host waits for all comparisons together, at the end.
 
 The ranks' traces are merged (`merge_traces`) and compared, bit for bit, with the real export
 (`Comparison`). So nothing depends on assumptions about Megatron's layout of ranks.
@@ -24,7 +24,6 @@ The ranks' traces are merged (`merge_traces`) and compared, bit for bit, with th
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -34,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork, ProcessGroup
 
+from sglang_loader.common.digest import digests
 from sglang_loader.common.regions.compose import ByteMap
 from sglang_loader.common.regions.geometry import Region
 from verl_sglang_sync.sources.export import NamedTensor
@@ -99,31 +99,29 @@ def trace_conversions(
         NotTraceable: a tensor is computed, or is not a strided set of the shards' bytes.
     """
     conversions = list(conversions)
-    kinds = [_kind_of(conversion) for conversion in conversions]
-    num_of_kind = Counter(kinds)
-    examples: dict[object, _Example] = {}
+    # By kind, the fingerprint of a conversion's tensors, and the parts found for them.
+    examples: dict[object, tuple[_Fingerprint, list[list[_Part]]]] = {}
     found: list[tuple[list[NamedShape], list[list[_Part]]]] = []
     comparisons: list[tuple[int, torch.Tensor]] = []  # a conversion's number, a bool on the device
     with torch.no_grad():
-        for number, (conversion, kind) in enumerate(zip(conversions, kinds, strict=True)):
+        for number, conversion in enumerate(conversions):
             _check(conversion, device)
             codes = _Codes.of(conversion, rank, world_size)
             plain = _converted(conversion, codes, is_scrambled=False)
-            example = examples.get(kind)
+            kind, fingerprint = _kind_of(conversion), _Fingerprint.of(plain)
             # Most layers and experts give the same codes as an example. Skip the second run there.
-            if example is not None and example.has_shapes_of(plain):
-                comparisons.append((number, example.differs(plain)))
+            if kind in examples and examples[kind][0].shapes == fingerprint.shapes:
+                differs = examples[kind][0].digests != fingerprint.digests
+                comparisons.append((number, differs.any().to(device)))
             else:
-                example = _Example.of(conversion, codes, plain)
-                if num_of_kind[kind] > 1:  # else it would keep its memory for nothing
-                    examples[kind] = example
-            found.append((_shapes_of(plain), example.parts))
+                examples[kind] = fingerprint, _parts(conversion, codes, plain)
+            found.append((_shapes_of(plain), examples[kind][1]))
             del plain  # frees the memory for the next conversion
         for number in _differing(comparisons):
             conversion = conversions[number]
             codes = _Codes.of(conversion, rank, world_size)
             plain = _converted(conversion, codes, is_scrambled=False)
-            found[number] = _shapes_of(plain), _Example.of(conversion, codes, plain).parts
+            found[number] = _shapes_of(plain), _parts(conversion, codes, plain)
     return _traced_export(conversions, found)
 
 
@@ -185,39 +183,25 @@ def _check(conversion: Conversion, device: torch.device) -> None:
 
 
 @dataclass(frozen=True)
-class _Example:
-    """The result of a conversion of codes, with which others of its kind are compared.
+class _Fingerprint:
+    """A value that is equal for tensors with equal codes, whatever their names.
 
     Attributes:
-        codes: the converted tensors.
-        parts: the parts of each of them.
+        shapes: shape and dtype of each tensor.
+        digests: int64 of shape `[number of tensors, 2]`, on the device.
     """
 
-    codes: list[torch.Tensor]
-    parts: list[list[_Part]]
+    shapes: list[tuple[torch.Size, torch.dtype]]
+    digests: torch.Tensor
 
     @classmethod
-    def of(cls, conversion: Conversion, codes: _Codes, plain: Sequence[NamedTensor]) -> _Example:
-        """Decode a conversion.
-
-        Args:
-            plain: what the conversion makes of the codes.
-
-        Raises:
-            NotTraceable: as `trace_conversions`.
-        """
-        return cls([tensor for _, tensor in plain], _parts(conversion, codes, plain))
-
-    def has_shapes_of(self, plain: Sequence[NamedTensor]) -> bool:
-        """Return True if another result has as many tensors, of the same shapes and dtypes."""
-        own = [(tensor.shape, tensor.dtype) for tensor in self.codes]
-        return own == [(tensor.shape, tensor.dtype) for _, tensor in plain]
-
-    def differs(self, plain: Sequence[NamedTensor]) -> torch.Tensor:
-        """Return a bool on the device: True if another result of these shapes has other codes."""
-        pairs = zip(self.codes, plain, strict=True)
-        unequal = [(own != tensor).any() for own, (_, tensor) in pairs]
-        return torch.stack(unequal).any() if unequal else torch.tensor(False)
+    def of(cls, converted: Sequence[NamedTensor]) -> _Fingerprint:
+        """Make the fingerprint of a conversion's tensors. Asynchronous."""
+        tensors = [tensor.contiguous() for _, tensor in converted]
+        none = torch.empty(0, 2, dtype=torch.int64)
+        flat = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
+        shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        return cls(shapes, digests(flat) if flat else none)
 
 
 def _parts(

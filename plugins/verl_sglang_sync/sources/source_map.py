@@ -114,14 +114,20 @@ class SourceMap:
         return Comparison(None, require_sources(export), self._device, trace=trace)
 
     def is_current(self, comparison: Comparison, export: Iterable[NamedTensor]) -> bool:
-        """Return True if the trace of a comparison still holds on all ranks. Collective.
+        """Return True if a comparison stands for one with the last trace. Collective."""
+        return self._ranks.all(self._stands(comparison) and self.is_traced(export))
 
-        That may be this rank's own trace, before it was merged with the others: a rank compares its
-        own shards alone.
-        """
-        last = () if self._trace is None else (self._trace[0], self._merged_own)
-        is_last = comparison.traced is not None and any(comparison.traced is t for t in last)
-        return self._ranks.all(is_last and self.is_traced(export))
+    def _stands(self, comparison: Comparison) -> bool:
+        traced = comparison.traced
+        if self._trace is None or traced is None:
+            return False
+        if traced is self._trace[0]:
+            return True
+        # With this rank's own trace, before it was merged with the others. If in doubt, this rank
+        # compares once more.
+        if traced is not self._merged_own or comparison.finish() is not None:
+            return False
+        return _compared_shards(self._trace[0]) == _compared_shards(traced)
 
     def is_traced(self, export: Iterable[NamedTensor]) -> bool:
         """Return True if the last trace matches this rank's parameters."""
@@ -164,37 +170,38 @@ class SourceMap:
             return self.off_reason
         if self._ranks.all(self.is_traced(export)):
             return None
-        # If one rank must trace anew, all ranks do: `_merge` is collective. `trace_alone` may have
+        # If one rank must trace anew, all ranks do: `_merged` is collective. `trace_alone` may have
         # made this rank's trace already.
-        self._trace, reason = attempt(
-            partial(self._own, export), NotTraceable, passing=(SourcesChanged,)
-        )
-        self._own_trace = None
-        self._merged_own = None if self._trace is None else self._trace[0]
-        reason = self._ranks.common_reason(reason) or self._merge()
-        if reason is not None:
-            self._trace = None
+        own, reason = attempt(partial(self._own, export), NotTraceable, passing=(SourcesChanged,))
+        # None until all ranks have merged: one of them may fail.
+        self._trace = self._own_trace = self._merged_own = None
+        reason = self._ranks.common_reason(reason)
+        if reason is None:
+            assert own is not None, "no rank has a reason"
+            self._trace, reason = self._merged(own)
+        if reason is None:
+            self._merged_own = own and own[0]
+        else:
             self.off_reason = reason if reason.is_final else None
         return reason
 
-    def _merge(self) -> Reason | None:
-        """Merge all ranks' traces, and return the reason if they do not fit. Collective."""
-        assert self._trace is not None
-        traced, snapshot = self._trace
-        own = TraceSummary.of(traced)
-        summaries: list[TraceSummary] = self._ranks.gather(own)
+    def _merged(self, own: Trace) -> tuple[Trace | None, Reason | None]:
+        """Merge all ranks' traces, or return the reason if they do not fit. Collective."""
+        traced, snapshot = own
+        own_summary = TraceSummary.of(traced)
+        summaries: list[TraceSummary] = self._ranks.gather(own_summary)
         # FSDP's ranks have equal summaries, and their traces are complete already.
-        if len(set(summaries)) > 1:
-            checksums = [summary.structure_checksum for summary in summaries]
-            # The first rank of each structure sends its trace for all ranks with this structure.
-            is_first = checksums.index(own.structure_checksum) == own_rank()
-            traces = self._ranks.gather(traced if is_first else None)
-            try:
-                merged = merge_traces(summaries, traces)
-                self._trace = replace(merged, quantization=traced.quantization), snapshot
-            except NotTraceable as error:
-                return Reason(str(error), is_final=True)
-        return None
+        if len(set(summaries)) == 1:
+            return own, None
+        checksums = [summary.structure_checksum for summary in summaries]
+        # The first rank of each structure sends its trace for all ranks with this structure.
+        is_first = checksums.index(own_summary.structure_checksum) == own_rank()
+        traces = self._ranks.gather(traced if is_first else None)
+        try:
+            merged = merge_traces(summaries, traces)
+        except NotTraceable as error:
+            return None, Reason(str(error), is_final=True)
+        return (replace(merged, quantization=traced.quantization), snapshot), None
 
     def current(self, export: object, traced: TracedExport) -> Mapping[str, torch.Tensor]:
         """Return this rank's parameters by name, wherever they lie.
@@ -249,6 +256,19 @@ def _is_traced_alike(export: Iterable[NamedTensor]) -> bool:
     """
     is_run = getattr(sources_of(export), "trace", None) is None
     return is_run and _can_trace_while_exported(export)
+
+
+def _compared_shards(traced: TracedExport) -> dict[str, list[list[int]]]:
+    """Return the shards with which this rank compares each tensor, origin by origin."""
+    own = own_rank()
+    shards = [
+        [shard for shard, ranks in enumerate(owners.holders) if own in ranks]
+        for owners in traced.owners
+    ]
+    return {
+        name: [shards[origin.parameter] for origin in tensor.origins]
+        for name, tensor in traced.tensors.items()
+    }
 
 
 def _holds(trace: Trace | None, export: Iterable[NamedTensor]) -> bool:

@@ -317,7 +317,8 @@ class TableRoute(Route):
             comparison = self._source_map.begin_comparison(export.weights)
             new_export = unquantized(export.weights) if comparison.traced is not None else ()
         if comparison.traced is not None:
-            self._check_current(comparison.traced, export.weights)
+            # A comparison may have a rank's own trace, which does not name the others' copies.
+            self._check_current(self._source_map.traced, export.weights)
 
         def finish() -> Reason | None:
             for pair in new_export:

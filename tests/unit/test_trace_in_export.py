@@ -1,0 +1,109 @@
+"""Exports that are traced while they are made, each rank in its own way. Four ranks on gloo.
+
+As with Megatron-Bridge on one pipeline stage: a rank's own trace names the ranks of its own copy of
+the model. Here every parameter is replicated.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from unit.route_ranks import TP, EngineModel
+from unit.serving_engine import ServingEngine, colocated, synced
+from unit.trainer_ranks import WORLD_SIZE, trainer_ranks
+from verl_sglang_sync import WeightSyncError
+from verl_sglang_sync.sources.conversion_trace import Conversion, trace_conversions
+from verl_sglang_sync.sources.export import Reexport
+from verl_sglang_sync.sources.export_trace import NotTraceable, TracedParameter
+from verl_sglang_sync.sources.owners import Owners
+
+FIRST, SECOND = "m.0.weight", "m.1.weight"
+
+
+class Replicas:
+    """Sources of one rank.
+
+    Attributes:
+        parameters: by name.
+        fault: what its trace has: see `FAULTS`.
+        num_exports: those that were begun.
+    """
+
+    needs_an_export, can_trace_in_export, is_offloaded = False, True, False
+
+    def __init__(self, fault):
+        torch.manual_seed(3)
+        self.parameters = {f"m.{i}.weight": torch.randn(16, 24) for i in range(4)}
+        self.fault, self.num_exports, self.num_traces = fault, 0, 0
+        for tensor in self.parameters.values():
+            tensor.untyped_storage().share_memory_()
+
+    def __call__(self):
+        return self.parameters
+
+    def export(self):
+        self.num_exports += 1
+        return iter(self.parameters.items())
+
+    def trace(self, device):
+        self.num_traces += 1
+        rank = dist.get_rank()
+        if self.fault == "one rank's first trace fails" and rank == 2 and self.num_traces == 1:
+            raise NotTraceable("it communicates")
+        given = [
+            Conversion((name,), "a kind", (tensor,), lambda t, name=name: [(name, t)])
+            for name, tensor in self.parameters.items()
+        ]
+        traced = trace_conversions(given, rank=rank, world_size=WORLD_SIZE, device=device)
+        if self.fault != "the next rank has another tensor":
+            return traced
+        owners = Owners((0,), (((rank + 1) % WORLD_SIZE,),), self.parameters[FIRST].nbytes)
+        wrong = TracedParameter(SECOND, owners)
+        parameters = [wrong if each.source == FIRST else each for each in traced.parameters]
+        return replace(traced, parameters=tuple(parameters))
+
+
+def first_sync(fault):
+    """Returns how it ended, the route's state and reason, and how often this rank exported."""
+    sources = Replicas(fault)
+    ranks, is_leader = trainer_ranks(TP)
+    engine = ServingEngine(tp=TP) if is_leader else None
+    if engine is not None:
+        named = list(sources.parameters.items())
+        engine.models = [EngineModel(rank, named) for rank in range(TP)]
+    if fault == "copies differ" and dist.get_rank() == 3:
+        sources.parameters[SECOND][5, 7] += 1
+    settings = {"bucket_bytes": 2048, "manifest_check": "off", "free_cache_engine": False}
+    weight_sync = colocated(engine, "compiled", ranks, routes=["pull"], **settings)
+    ending = "good"
+    try:
+        synced(weight_sync, Reexport(sources.export, sources=sources))
+    except WeightSyncError as error:
+        ending = type(error).__name__
+    route = weight_sync._route
+    return ending, route.state.name, str(route.reason), sources.num_exports
+
+
+@pytest.mark.parametrize(
+    ("fault", "ending", "state", "reason", "num_exports"),
+    [
+        ("none", "good", "PROVEN", "None", 1),
+        ("copies differ", "CopiesDiffer", None, "", 1),
+        ("one rank's first trace fails", "good", "PROVEN", "None", 2),
+        (
+            "the next rank has another tensor",
+            "good",
+            "OFF",
+            f"{FIRST} is exported with other bytes than its parameter has",
+            2,
+        ),
+    ],
+)
+def test_own_traces_are_merged_and_compared(pool, fault, ending, state, reason, num_exports):
+    for seen in pool.run(first_sync, fault):
+        assert seen[0] == ending
+        assert state is None or seen[1] == state
+        assert reason in seen[2]
+        assert seen[3] == num_exports
