@@ -122,6 +122,9 @@ def trace_conversions(
             codes = _Codes.of(conversion, rank, world_size)
             plain = _converted(conversion, codes, is_scrambled=False)
             found[number] = _shapes_of(plain), _parts(conversion, codes, plain)
+    if device.type == "cuda":
+        # The codes of an embedding take gigabytes. A colocated engine loads the first bucket now.
+        torch.cuda.empty_cache()
     return _traced_export(conversions, found)
 
 
