@@ -27,7 +27,7 @@ class Replicas:
 
     Attributes:
         parameters: by name.
-        fault: what its trace has: see `FAULTS`.
+        fault: what is wrong, as the test names it.
         num_exports: those that were begun.
     """
 

@@ -99,8 +99,8 @@ def trace_conversions(
         NotTraceable: a tensor is computed, or is not a strided set of the shards' bytes.
     """
     conversions = list(conversions)
-    # By kind, the fingerprint of a conversion's tensors, and the parts found for them.
-    examples: dict[object, tuple[_Fingerprint, list[list[_Part]]]] = {}
+    # By kind, the digests of the codes that a conversion gave, and the parts found for its tensors.
+    examples: dict[object, tuple[torch.Tensor, list[list[_Part]]]] = {}
     found: list[tuple[list[NamedShape], list[list[_Part]]]] = []
     comparisons: list[tuple[int, torch.Tensor]] = []  # a conversion's number, a bool on the device
     with torch.no_grad():
@@ -108,13 +108,13 @@ def trace_conversions(
             _check(conversion, device)
             codes = _Codes.of(conversion, rank, world_size)
             plain = _converted(conversion, codes, is_scrambled=False)
-            kind, fingerprint = _kind_of(conversion), _Fingerprint.of(plain)
+            kind, digests_of_codes = _kind_of(conversion, plain), _digests(plain)
             # Most layers and experts give the same codes as an example. Skip the second run there.
-            if kind in examples and examples[kind][0].shapes == fingerprint.shapes:
-                differs = examples[kind][0].digests != fingerprint.digests
+            if kind in examples:
+                differs = examples[kind][0] != digests_of_codes
                 comparisons.append((number, differs.any().to(device)))
             else:
-                examples[kind] = fingerprint, _parts(conversion, codes, plain)
+                examples[kind] = digests_of_codes, _parts(conversion, codes, plain)
             found.append((_shapes_of(plain), examples[kind][1]))
             del plain  # frees the memory for the next conversion
         for number in _differing(comparisons):
@@ -128,13 +128,21 @@ def trace_conversions(
     return _traced_export(conversions, found)
 
 
-def _kind_of(conversion: Conversion) -> object:
+def _kind_of(conversion: Conversion, converted: Sequence[NamedTensor]) -> object:
+    """Return a value that is equal for conversions that may give the same codes."""
     first = conversion.parameters[0]
-    return conversion.kind, len(conversion.parameters), first.shape, first.dtype
+    shapes = tuple((tensor.shape, tensor.dtype) for _, tensor in converted)
+    return conversion.kind, len(conversion.parameters), first.shape, first.dtype, shapes
 
 
 def _shapes_of(converted: Sequence[NamedTensor]) -> list[NamedShape]:
     return [(name, tuple(tensor.shape)) for name, tensor in converted]
+
+
+def _digests(converted: Sequence[NamedTensor]) -> torch.Tensor:
+    """Return the digests of a conversion's tensors: int64 `[n, 2]`. Asynchronous."""
+    tensors = [tensor.contiguous().reshape(-1).view(torch.uint8) for _, tensor in converted]
+    return digests(tensors) if tensors else torch.empty(0, 2, dtype=torch.int64)
 
 
 def _differing(comparisons: Sequence[tuple[int, torch.Tensor]]) -> list[int]:
@@ -183,28 +191,6 @@ def _check(conversion: Conversion, device: torch.device) -> None:
                 f"{source} is exported together with {conversion.sources[0]}, which has another "
                 "shape or dtype"
             )
-
-
-@dataclass(frozen=True)
-class _Fingerprint:
-    """A value that is equal for tensors with equal codes, whatever their names.
-
-    Attributes:
-        shapes: shape and dtype of each tensor.
-        digests: int64 of shape `[number of tensors, 2]`, on the device.
-    """
-
-    shapes: list[tuple[torch.Size, torch.dtype]]
-    digests: torch.Tensor
-
-    @classmethod
-    def of(cls, converted: Sequence[NamedTensor]) -> _Fingerprint:
-        """Make the fingerprint of a conversion's tensors. Asynchronous."""
-        tensors = [tensor.contiguous() for _, tensor in converted]
-        none = torch.empty(0, 2, dtype=torch.int64)
-        flat = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
-        shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
-        return cls(shapes, digests(flat) if flat else none)
 
 
 def _parts(

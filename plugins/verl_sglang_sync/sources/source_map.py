@@ -179,9 +179,8 @@ class SourceMap:
         if reason is None:
             assert own is not None, "no rank has a reason"
             self._trace, reason = self._merged(own)
-        if reason is None:
-            self._merged_own = own and own[0]
-        else:
+            self._merged_own = own[0]
+        if reason is not None:
             self.off_reason = reason if reason.is_final else None
         return reason
 
