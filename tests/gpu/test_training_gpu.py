@@ -57,6 +57,21 @@ APART = {
     "sizes": {"TRAINER_GPUS": 1, "ROLLOUT_GPUS": 1, "SYNC_EVERY": 1},
 }
 
+COLOCATE_ASYNC = (
+    "trainer.v1.trainer_mode=colocate_async",
+    "trainer.v1.colocate_async.num_warmup_batches=0",
+)
+HYBRID = (
+    *SEPARATE,
+    "actor_rollout_ref.hybrid_engine=True",
+    "trainer.test_freq=1",  # verl syncs its colocated replicas only to validate
+)
+SWITCHING = (
+    *SEPARATE,
+    "actor_rollout_ref.hybrid_engine=True",
+    "trainer.v1.separate_async.hybrid_rollout.enable_switch=True",
+    "trainer.v1.separate_async.hybrid_rollout.switch_threshold_ratio=1.0",
+)
 MEGATRON = {
     "recipe": grpo_step.MEGATRON_RECIPE,
     "sizes": {"TRAIN_TP": 2, "TRAIN_EP": 1},
@@ -76,6 +91,7 @@ class Cell:
         sizes: more of the recipe's environment.
         architecture: of the model.
         route: the count of a report that is all buckets from the third sync on; None: some export.
+        hybrid: trainer GPUs have replicas too, which verl syncs when it needs them.
         pearson: at least this correlation of the probabilities.
     """
 
@@ -87,6 +103,7 @@ class Cell:
     sizes: dict[str, int] = field(default_factory=dict)
     architecture: str = "qwen3"
     route: str | None = "num_pulled"
+    hybrid: bool = False
     pearson: float = MIN_PEARSON
 
 
@@ -112,6 +129,9 @@ CELLS = {
     "megatron-tp2": Cell(route="num_replayed", **MEGATRON),
     "megatron-bridge-tp2": Cell(MEGATRON_BRIDGE, route="num_replayed", **MEGATRON),
     "separate-async": Cell(SEPARATE, **APART),
+    "colocate-async": Cell(COLOCATE_ASYNC, gpus=1, tp=1),
+    "separate-async-hybrid": Cell(HYBRID, hybrid=True, **APART),
+    "separate-async-switching": Cell(SWITCHING, hybrid=True, **APART),
     "separate-async-sent": Cell((*SENT, *SEPARATE), route="num_sent", **APART),
     "separate-async-fp8": Cell(
         (*FP8, *SEPARATE), route="num_replayed", pearson=MIN_PEARSON_FP8, **APART
@@ -144,7 +164,12 @@ def test_the_weights_arrive(name, tmp_path):
         assert step["actor/grad_norm"] > 0.01, "the weights must have moved"
         if cell.pearson == MIN_PEARSON:
             assert step["training/rollout_probs_diff_max"] < MAX_PROBS_DIFF
-    assert len(reports) == (NUM_STEPS + 1) * (
+    if cell.hybrid:
+        standalone = [report for report in reports if report["replica"] is None]
+        assert len(reports) > len(standalone), "no colocated replica was synced"
+    else:
+        standalone = reports
+    assert len(standalone) == (NUM_STEPS + 1) * (
         1 if cell.preset == "disaggregated" else cell.gpus // cell.tp
     )
     if cell.route is not None:
