@@ -337,8 +337,8 @@ class SelfTracing:
 
 def test_sources_traced_in_the_export_export_once():
     case = Traceable()
-    case.sources = SelfTracing(case)
-    case.sources.needs_an_export, case.sources.can_trace_in_export = False, True
+    case.sources = sources = SelfTracing(case)
+    sources.needs_an_export, sources.trace_exported = False, sources.trace
     case.sync()
     assert case.sources.seen == [(1, 0)]
     assert case.num_exports == 1
@@ -349,8 +349,7 @@ def test_sources_not_traceable_in_the_export_export_again(monkeypatch):
     """A trace that lacks what the export leaves, as a release of a bridge might."""
     case = Traceable()
     case.sources = sources = SelfTracing(case)
-    sources.needs_an_export, sources.can_trace_in_export = False, True
-    trace = sources.trace
+    sources.needs_an_export, trace = False, sources.trace
 
     def traced(device):
         if not sources.seen:
@@ -358,7 +357,7 @@ def test_sources_not_traceable_in_the_export_export_again(monkeypatch):
             raise NotTraceable("the export communicates")
         return trace(device)
 
-    monkeypatch.setattr(sources, "trace", traced)
+    monkeypatch.setattr(sources, "trace_exported", traced, raising=False)
     case.sync()
     assert sources.seen == ["failed", (1, 0)]
     assert case.num_exports == 2

@@ -5,6 +5,7 @@ the model. Here every parameter is replicated.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,12 @@ from unit.route_ranks import TP, EngineModel
 from unit.serving_engine import ServingEngine, colocated, synced
 from unit.trainer_ranks import WORLD_SIZE, trainer_ranks
 from verl_sglang_sync import WeightSyncError
-from verl_sglang_sync.sources.conversion_trace import Conversion, trace_conversions
+from verl_sglang_sync.sources.conversion_trace import (
+    Conversion,
+    MadeBy,
+    trace_by_examples,
+    trace_conversions,
+)
 from verl_sglang_sync.sources.export import Reexport
 from verl_sglang_sync.sources.export_trace import NotTraceable, TracedParameter
 from verl_sglang_sync.sources.owners import Owners
@@ -31,12 +37,12 @@ class Replicas:
         num_exports: those that were begun.
     """
 
-    needs_an_export, can_trace_in_export, is_offloaded = False, True, False
+    needs_an_export, is_offloaded = False, False
 
     def __init__(self, fault):
         torch.manual_seed(3)
         self.parameters = {f"m.{i}.weight": torch.randn(16, 24) for i in range(4)}
-        self.fault, self.num_exports, self.num_traces = fault, 0, 0
+        self.fault, self.num_exports, self.num_traces, self.made = fault, 0, 0, {}
         for tensor in self.parameters.values():
             tensor.untyped_storage().share_memory_()
 
@@ -45,21 +51,50 @@ class Replicas:
 
     def export(self):
         self.num_exports += 1
-        return iter(self.parameters.items())
+        made = self.made = {}
+        for name, tensor in self.exported().items():
+            made[name] = MadeBy(name, 0)
+            yield name, tensor
 
-    def trace(self, device):
+    def exported(self):
+        """The second parameter is exported transposed with one of the faults."""
+        converted = {**self.parameters}
+        if self.fault == "one converts otherwise":
+            converted[SECOND] = self.transposed(converted[SECOND])
+        return converted
+
+    def transposed(self, tensor):
+        return tensor.t().contiguous().view(16, 24)
+
+    def conversions(self):
+        def convert(name, tensor):
+            is_other = self.fault == "one converts otherwise" and name == SECOND
+            return [(name, self.transposed(tensor) if is_other else tensor)]
+
+        return [
+            Conversion((name,), "a kind", (tensor,), partial(convert, name))
+            for name, tensor in self.parameters.items()
+        ]
+
+    def trace_exported(self, device):
         self.num_traces += 1
         rank = dist.get_rank()
         if self.fault == "one rank's first trace fails" and rank == 2 and self.num_traces == 1:
             raise NotTraceable("it communicates")
-        given = [
-            Conversion((name,), "a kind", (tensor,), lambda t, name=name: [(name, t)])
-            for name, tensor in self.parameters.items()
-        ]
-        traced = trace_conversions(given, rank=rank, world_size=WORLD_SIZE, device=device)
+        given = self.conversions(), self.made
+        traced = trace_by_examples(*given, rank=rank, world_size=WORLD_SIZE, device=device)
+        return self.spoiled(traced)
+
+    def trace(self, device):
+        self.num_traces += 1
+        how = {"rank": dist.get_rank(), "world_size": WORLD_SIZE, "device": device}
+        return self.spoiled(trace_conversions(self.conversions(), **how))
+
+    def spoiled(self, traced):
         if self.fault != "the next rank has another tensor":
             return traced
-        owners = Owners((0,), (((rank + 1) % WORLD_SIZE,),), self.parameters[FIRST].nbytes)
+        holder = (dist.get_rank() + 1) % WORLD_SIZE
+        owners = Owners((0,), ((holder,),), self.parameters[FIRST].nbytes)
         wrong = TracedParameter(SECOND, owners)
         parameters = [wrong if each.source == FIRST else each for each in traced.parameters]
         return replace(traced, parameters=tuple(parameters))
@@ -71,7 +106,7 @@ def first_sync(fault):
     ranks, is_leader = trainer_ranks(TP)
     engine = ServingEngine(tp=TP) if is_leader else None
     if engine is not None:
-        named = list(sources.parameters.items())
+        named = list(sources.exported().items())
         engine.models = [EngineModel(rank, named) for rank in range(TP)]
     if fault == "copies differ" and dist.get_rank() == 3:
         sources.parameters[SECOND][5, 7] += 1
@@ -92,6 +127,7 @@ def first_sync(fault):
         ("none", "good", "PROVEN", "None", 1),
         ("copies differ", "CopiesDiffer", None, "", 1),
         ("one rank's first trace fails", "good", "PROVEN", "None", 2),
+        ("one converts otherwise", "good", "PROVEN", "None", 2),
         (
             "the next rank has another tensor",
             "good",

@@ -107,7 +107,8 @@ class Comparison:
         flat = exported.detach().contiguous().view(-1).view(torch.uint8)
         differences, start = [], int(flat.storage_offset())
         for origin in traced.origins:
-            parameter, owners = origin.parameter, self.traced.owners[origin.parameter]
+            parameter = origin.parameter
+            owners = self.traced.parameters[parameter].owners
             everything = StridedCopy(0, 0, start, (), origin.bytes.nbytes)
             start += origin.bytes.nbytes
             for shard, copy in shard_copies(origin.bytes, owners.starts, everything):

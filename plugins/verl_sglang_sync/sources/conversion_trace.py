@@ -24,10 +24,11 @@ The ranks' traces are merged (`merge_traces`) and compared, bit for bit, with th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -108,7 +109,7 @@ def trace_conversions(
             _check(conversion, device)
             codes = _Codes.of(conversion, rank, world_size)
             plain = _converted(conversion, codes, is_scrambled=False)
-            kind, digests_of_codes = _kind_of(conversion, plain), _digests(plain)
+            kind, digests_of_codes = _kind_made(conversion, plain), _digests(plain)
             # Most layers and experts give the same codes as an example. Skip the second run there.
             if kind in examples:
                 differs = examples[kind][0] != digests_of_codes
@@ -122,17 +123,117 @@ def trace_conversions(
             codes = _Codes.of(conversion, rank, world_size)
             plain = _converted(conversion, codes, is_scrambled=False)
             found[number] = _shapes_of(plain), _parts(conversion, codes, plain)
-    if device.type == "cuda":
-        # The codes of an embedding take gigabytes. A colocated engine loads the first bucket now.
-        torch.cuda.empty_cache()
+    _free_codes(device)
     return _traced_export(conversions, found)
 
 
-def _kind_of(conversion: Conversion, converted: Sequence[NamedTensor]) -> object:
-    """Return a value that is equal for conversions that may give the same codes."""
+def _free_codes(device: torch.device) -> None:
+    # The codes of an embedding take gigabytes. A colocated engine loads the first bucket now.
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+class MadeBy(NamedTuple):
+    """The conversion that made an exported tensor.
+
+    Attributes:
+        source: one of the conversion's sources. Of another rank's conversion, "".
+        number: of the tensor, among those that the conversion made.
+        is_repeated: a tensor of this name was exported before.
+    """
+
+    source: str
+    number: int
+    is_repeated: bool = False
+
+
+def trace_by_examples(
+    conversions: Iterable[Conversion],
+    made: Mapping[str, MadeBy],
+    *,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+) -> TracedExport:
+    """Trace an export by one conversion of each kind, as if all of a kind converted alike.
+
+    So the caller must compare all tensors with the parameters that the trace names. The export may
+    still run: the trace gets more tensors as `made` does.
+
+    Args:
+        made: for each exported tensor, by name, what made it.
+
+    Raises:
+        NotTraceable: as `trace_conversions`. Also raised when a tensor is looked up that is named,
+            or made, otherwise than that of the example.
+    """
+    examples: dict[object, tuple[list[NamedShape], list[list[_Part]]]] = {}
+    numbers: dict[TracedParameter, int] = {}
+    by_source: dict[str, list[_Expected]] = {}
+    with torch.no_grad():
+        for conversion in conversions:
+            _check(conversion, device)
+            kind = _kind_of(conversion)
+            if kind not in examples:
+                codes = _Codes.of(conversion, rank, world_size)
+                plain = _converted(conversion, codes, is_scrambled=False)
+                examples[kind] = _shapes_of(plain), _parts(conversion, codes, plain)
+                del plain  # frees the memory for the next example
+            expected = [
+                _Expected(_pattern(name), _traced_tensor(conversion, shape, parts, numbers))
+                for (name, shape), parts in zip(*examples[kind], strict=True)
+            ]
+            by_source.update(dict.fromkeys(conversion.sources, expected))
+    _free_codes(device)
+    return TracedExport(tuple(numbers), _TensorsMade(made, by_source))
+
+
+class _Expected(NamedTuple):
+    """A tensor that a conversion is expected to make. The name has "#" for numbers."""
+
+    pattern: str
+    tensor: TracedTensor
+
+
+class _TensorsMade(Mapping[str, TracedTensor]):
+    """The traced tensors of an export, as many as it has made."""
+
+    def __init__(
+        self, made: Mapping[str, MadeBy], by_source: Mapping[str, Sequence[_Expected]]
+    ) -> None:
+        self._made = made
+        self._by_source = by_source
+
+    def __getitem__(self, name: str) -> TracedTensor:
+        source, number, is_repeated = self._made[name]
+        expected = self._by_source[source]
+        if is_repeated:
+            raise NotTraceable(f"{name} is made of two parameters")
+        if number >= len(expected) or expected[number].pattern != _pattern(name):
+            raise NotTraceable(f"{source} becomes {name}, which others of its kind do not")
+        return expected[number].tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, made in self._made.items() if made.source in self._by_source)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"\d+", "#", name)
+
+
+def _kind_of(conversion: Conversion) -> object:
+    """Return a value that is equal for conversions that the same code makes of the same shapes."""
     first = conversion.parameters[0]
+    return conversion.kind, len(conversion.parameters), first.shape, first.dtype
+
+
+def _kind_made(conversion: Conversion, converted: Sequence[NamedTensor]) -> object:
+    """Return a value that is equal for conversions that may give the same codes."""
     shapes = tuple((tensor.shape, tensor.dtype) for _, tensor in converted)
-    return conversion.kind, len(conversion.parameters), first.shape, first.dtype, shapes
+    return _kind_of(conversion), shapes
 
 
 def _shapes_of(converted: Sequence[NamedTensor]) -> list[NamedShape]:
@@ -168,13 +269,27 @@ def _traced_export(
         for (name, shape), parts in zip(converted, all_parts, strict=True):
             if name in tensors:
                 raise NotTraceable(f"{name} is made of two parameters")
-            origins = []
-            for part in parts:
-                parameter = TracedParameter(conversion.sources[part.parameter], part.owners)
-                number = numbers.setdefault(parameter, len(numbers))
-                origins.append(Origin(number, part.bytes))
-            tensors[name] = TracedTensor(conversion.parameters[0].dtype, shape, tuple(origins))
+            tensors[name] = _traced_tensor(conversion, shape, parts, numbers)
     return TracedExport(tuple(numbers), tensors)
+
+
+def _traced_tensor(
+    conversion: Conversion,
+    shape: tuple[int, ...],
+    parts: Sequence[_Part],
+    numbers: dict[TracedParameter, int],
+) -> TracedTensor:
+    """Make a tensor's trace.
+
+    Args:
+        numbers: of the parameters. New ones are added.
+    """
+    origins = []
+    for part in parts:
+        parameter = TracedParameter(conversion.sources[part.parameter], part.owners)
+        number = numbers.setdefault(parameter, len(numbers))
+        origins.append(Origin(number, part.bytes))
+    return TracedTensor(conversion.parameters[0].dtype, shape, tuple(origins))
 
 
 def _check(conversion: Conversion, device: torch.device) -> None:

@@ -79,6 +79,7 @@ class SourceMap:
         self._trace: Trace | None = None
         self._own_trace: Trace | None = None  # not merged with the other ranks' traces yet
         self._merged_own: TracedExport | None = None  # this rank's own part of `_trace`
+        self._was_refuted = False  # a trace of an export that was made, by its comparison
 
     @property
     def traced(self) -> TracedExport:
@@ -88,7 +89,7 @@ class SourceMap:
 
     def can_trace_before_export(self, export: Iterable[NamedTensor]) -> bool:
         """Return False if an export must be made before it can be traced. Collective."""
-        if not getattr(sources_of(export), "needs_an_export", False):
+        if not _needs_an_export(export):
             return True
         return self._ranks.all(self.is_traced(export))
 
@@ -112,6 +113,19 @@ class SourceMap:
             return self.begin_comparison(export)
         trace = partial(self._own_traced, export)
         return Comparison(None, require_sources(export), self._device, trace=trace)
+
+    def settle(self, comparison: Comparison, export: Iterable[NamedTensor]) -> Reason | None:
+        """Merge the ranks' traces once the export has been compared. Collective.
+
+        Returns:
+            As `trace`.
+        """
+        own = self._own_trace
+        is_assumed = own is not None and comparison.traced is own[0] and _traces_exported(export)
+        if is_assumed and comparison.finish() is not None:
+            # Trace anew, without what was assumed. If the bytes differ still, that is final.
+            self._own_trace, self._was_refuted = None, True
+        return self.trace(export)
 
     def is_current(self, comparison: Comparison, export: Iterable[NamedTensor]) -> bool:
         """Return True if a comparison stands for one with the last trace. Collective."""
@@ -195,7 +209,8 @@ class SourceMap:
         checksums = [summary.structure_checksum for summary in summaries]
         # The first rank of each structure sends its trace for all ranks with this structure.
         is_first = checksums.index(own_summary.structure_checksum) == own_rank()
-        traces = self._ranks.gather(traced if is_first else None)
+        whole = replace(traced, tensors=dict(traced.tensors)) if is_first else None
+        traces = self._ranks.gather(whole)
         try:
             merged = merge_traces(summaries, traces)
         except NotTraceable as error:
@@ -224,7 +239,10 @@ class SourceMap:
         if is_offloaded(export) and (problem := HOST_MEMORY.problem) is not None:
             text = f"engines cannot map the offloaded parameters: {problem.text}"
             raise NotTraceable(text) if problem.is_final else SourcesChanged(text)
-        if (trace := getattr(sources, "trace", None)) is not None:
+        exported = None if self._was_refuted else getattr(sources, "trace_exported", None)
+        if exported is not None and (found := exported(self._device)) is not None:
+            traced = found
+        elif (trace := getattr(sources, "trace", None)) is not None:
             traced = trace(self._device)
         else:
             traced = trace_export(
@@ -240,12 +258,19 @@ def _can_trace_while_exported(export: Iterable[NamedTensor]) -> bool:
     An export that loads parameters, merges adapters or quantises is not to be begun a second time.
     """
     sources = sources_of(export)
-    has_more = getattr(export, "adapter", None) is not None or quantization_of(export) is not None
-    if sources is None or has_more:
-        return False
     if getattr(sources, "trace", None) is not None:
-        return bool(getattr(sources, "can_trace_in_export", False))
-    return not is_offloaded(export)
+        return _traces_exported(export) and not _needs_an_export(export)
+    has_more = getattr(export, "adapter", None) is not None or quantization_of(export) is not None
+    return sources is not None and not has_more and not is_offloaded(export)
+
+
+def _traces_exported(export: Iterable[NamedTensor]) -> bool:
+    """Return True if an export's sources can trace it as it is made, see `snapshot.Sources`."""
+    return hasattr(sources_of(export), "trace_exported")
+
+
+def _needs_an_export(export: Iterable[NamedTensor]) -> bool:
+    return bool(getattr(sources_of(export), "needs_an_export", False))
 
 
 def _is_traced_alike(export: Iterable[NamedTensor]) -> bool:

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import inspect
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 from unittest import mock
@@ -22,7 +23,12 @@ from unittest import mock
 import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from verl_sglang_sync.sources.conversion_trace import Conversion, trace_conversions
+from verl_sglang_sync.sources.conversion_trace import (
+    Conversion,
+    MadeBy,
+    trace_by_examples,
+    trace_conversions,
+)
 from verl_sglang_sync.sources.export import NamedTensor, Reexport, is_repeatable, transformed
 from verl_sglang_sync.sources.export_trace import TracedExport
 from verl_sglang_sync.sources.snapshot import Sources, module_state
@@ -53,6 +59,8 @@ def _repeatable(method: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(engine: Any, *args: Any, **kwargs: Any) -> Any:
         if is_verls_fsdp(method) and not (_has_adapter(engine) or engine._qat_enabled):
             prepare_export(engine)
+        if _is_verls(method) and (bridged := bridge_sources(engine)) is not None:
+            return _export_by_bridge(method, engine, bridged, *args, **kwargs), None
         repeat = functools.partial(_weights_of, method, engine, *args, **kwargs)
         if is_verls_fsdp(method) and (own := _without_a_call(engine, repeat)) is not None:
             return own, None
@@ -127,15 +135,18 @@ def _in_checkpoint_format(
 
 
 def _sources_of(method: Callable[..., Any], engine: Any) -> Sources | None:
-    """Return the sources of an engine's export, or None if they are not known."""
+    """Return the sources of an FSDP2 engine's export, or None if they are not known."""
+    module = getattr(engine, "module", None)
+    if not _is_verls(method) or not isinstance(module, FSDPModule) or _has_adapter(engine):
+        return None
+    return module_state(module, is_offloaded=is_offloaded(engine))  # type: ignore[arg-type]
+
+
+def _is_verls(method: Callable[..., Any]) -> bool:
+    """Return True if a `get_per_tensor_param` is verl's own."""
     # A class of the user's own may keep tensors, say an average of the weights. A traced run of its
     # export would leave tensors without memory there.
-    if not method.__module__.startswith("verl."):
-        return None
-    module = getattr(engine, "module", None)
-    if not isinstance(module, FSDPModule) or _has_adapter(engine):
-        return bridge_sources(engine)
-    return module_state(module, is_offloaded=is_offloaded(engine))  # type: ignore[arg-type]
+    return method.__module__.startswith("verl.")
 
 
 def is_verls_fsdp(method: Callable[..., Any]) -> bool:
@@ -214,6 +225,14 @@ def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
         yield from _subclasses(subclass)
 
 
+def _export_by_bridge(
+    method: Callable[..., Any], engine: Any, sources: BridgeSources, *args: Any, **kwargs: Any
+) -> Iterable[NamedTensor]:
+    make = functools.partial(sources.noted_export, method, *args, **kwargs)
+    export: Iterable[NamedTensor] = Reexport(make, make(), sources)
+    return transformed(export, _copied) if _empties_storages(engine) else export
+
+
 def bridge_sources(engine: Any) -> BridgeSources | None:
     """Return the sources of an export by Megatron-Bridge alone, or None for any other export."""
     is_bridged = getattr(engine, "vanilla_bridge", True) is False
@@ -231,6 +250,8 @@ class BridgeSources:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
+        self._converted = ""  # the source of the task that the bridge converts
+        self._made: dict[str, MadeBy] = {}
 
     @property
     def needs_an_export(self) -> bool:
@@ -241,11 +262,6 @@ class BridgeSources:
         return int(self._engine.engine_config.pipeline_model_parallel_size) > 1
 
     @property
-    def can_trace_in_export(self) -> bool:
-        """True if a trace needs nothing of an export."""
-        return not self.needs_an_export
-
-    @property
     def is_offloaded(self) -> bool:
         """True if the parameters are offloaded. They come back into the same storages."""
         return bool(self._engine.is_param_offload_enabled)
@@ -254,16 +270,63 @@ class BridgeSources:
         """List this rank's parameters by name."""
         return {_source(task): task.param_weight for task in self._tasks()}
 
+    def noted_export(
+        self, method: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Iterator[NamedTensor]:
+        """Call verl's `method` for an export that notes which task each tensor is made by."""
+        # The bridge fetches a task, and yields its tensors before it fetches the next one.
+        tasks = self._engine._mbridge_export_tasks
+
+        def noted_tasks() -> list[Any]:
+            return _NotedTasks(tasks(), self._note_task)
+
+        with mock.patch.object(self._engine, "_mbridge_export_tasks", noted_tasks):
+            weights, _ = method(self._engine, *args, **kwargs)
+        return self._noted(weights)
+
+    def _note_task(self, task: Any) -> None:
+        self._converted = "" if task is None or task.param_weight is None else _source(task)
+
+    def _noted(self, weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+        made = self._made = {}  # a trace of an earlier export keeps that one's
+        numbers: Counter[str] = Counter()  # of tensors, by source
+        for item in weights:
+            source = self._converted
+            made[item[0]] = MadeBy(source, numbers[source], is_repeated=item[0] in made)
+            numbers[source] += 1
+            yield item
+            del item  # frees the memory for the next tensor
+
+    def trace_exported(self, device: torch.device) -> TracedExport | None:
+        """Trace the export that is being made, or the last one.
+
+        Returns:
+            The trace. None if no export was begun, or on several pipeline stages.
+
+        Raises:
+            NotTraceable: as `trace`.
+        """
+        if not self._made or self.needs_an_export:
+            return None
+        return trace_by_examples(
+            self._conversions(), self._made, rank=own_rank(), world_size=world_size(), device=device
+        )
+
     def trace(self, device: torch.device) -> TracedExport:
         """Trace the conversions of this rank's parameters.
 
         Raises:
             NotTraceable: an exported tensor is no strided set of the parameters' bytes.
         """
+        return trace_conversions(
+            self._conversions(), rank=own_rank(), world_size=world_size(), device=device
+        )
+
+    def _conversions(self) -> list[Conversion]:
         together: dict[object, list[Any]] = {}
         for task in self._tasks():
             together.setdefault(_group(task), []).append(task)
-        conversions = (
+        return [
             Conversion(
                 tuple(map(_source, tasks)),
                 _kind(tasks[0]),
@@ -271,10 +334,7 @@ class BridgeSources:
                 self._converter(tasks),
             )
             for tasks in together.values()
-        )
-        return trace_conversions(
-            conversions, rank=own_rank(), world_size=world_size(), device=device
-        )
+        ]
 
     def _tasks(self) -> list[Any]:
         tasks = self._engine._mbridge_export_tasks()
@@ -292,6 +352,19 @@ class BridgeSources:
             return exported
 
         return convert
+
+
+class _NotedTasks(list[Any]):
+    """A list that calls `note` with each element when it is fetched."""
+
+    def __init__(self, tasks: Iterable[Any], note: Callable[[Any], None]) -> None:
+        super().__init__(tasks)
+        self._note = note
+
+    def __iter__(self) -> Iterator[Any]:
+        for task in super().__iter__():
+            self._note(task)
+            yield task
 
 
 def _source(task: Any) -> str:

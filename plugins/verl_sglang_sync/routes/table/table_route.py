@@ -310,7 +310,7 @@ class TableRoute(Route):
         comparison = export.comparison
         new_export: Iterable[NamedTensor] = ()
         if comparison is not None:
-            reason = self._source_map.trace(export.weights)  # merges what was traced alone
+            reason = self._source_map.settle(comparison, export.weights)
             if reason is not None:
                 return reason
         if comparison is None or not self._source_map.is_current(comparison, export.weights):
