@@ -62,9 +62,8 @@ def export_of(rank: Any, model: Path) -> dict[str, Any]:
     source_map, tensors = SourceMap(ranks, rank.device), iter(export)
     exported = [next(tensors)]
     sources = sources_of(export)
-    if hasattr(sources, "trace_exported") and not sources.needs_an_export:
-        sources.trace_exported(rank.device)  # raises, where `trace_alone` would not
-        source_map.trace_alone(export)
+    if hasattr(sources, "trace_in_export"):
+        source_map.trace_alone(export)  # while it is made
     exported += tensors
     off = source_map.trace(export)
     everyone, served = range(dist.get_world_size()), Counter[int]()

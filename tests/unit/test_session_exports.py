@@ -321,8 +321,6 @@ def test_a_parameter_replaced_during_export_is_retraced(monkeypatch):
 class SelfTracing:
     """Sources that trace themselves; `seen`: exports and publications until then, each time."""
 
-    needs_an_export = True
-
     def __init__(self, case):
         self._case, self.seen = case, []
 
@@ -338,47 +336,40 @@ class SelfTracing:
 def test_sources_traced_in_the_export_export_once():
     case = Traceable()
     case.sources = sources = SelfTracing(case)
-    sources.needs_an_export, sources.trace_exported = False, sources.trace
+    sources.trace_in_export = sources.trace
     case.sync()
     assert case.sources.seen == [(1, 0)]
     assert case.num_exports == 1
     assert case.sync().num_pulled == 4 and case.has_arrived()
 
 
-def test_sources_not_traceable_in_the_export_export_again(monkeypatch):
+def test_sources_not_traceable_in_the_export_export_again():
     """A trace that lacks what the export leaves, as a release of a bridge might."""
     case = Traceable()
     case.sources = sources = SelfTracing(case)
-    sources.needs_an_export, trace = False, sources.trace
-
-    def traced(device):
-        if not sources.seen:
-            sources.seen.append("failed")
-            raise NotTraceable("the export communicates")
-        return trace(device)
-
-    monkeypatch.setattr(sources, "trace_exported", traced, raising=False)
+    sources.trace_in_export = Mock(side_effect=NotTraceable("the export communicates"))
     case.sync()
-    assert sources.seen == ["failed", (1, 0)]
+    assert sources.seen == [(1, 0)]
     assert case.num_exports == 2
     assert case.sync().num_pulled == 4 and case.has_arrived()
 
 
-def test_self_tracing_sources_trace_after_their_export():
+def test_self_tracing_sources_trace_before_their_export():
     case = Traceable()
     case.sources = SelfTracing(case)
     case.sync()
-    assert case.sources.seen == [(1, 0)], "while the engine loads"
-    assert case.num_exports == 2, "made once more, to be compared"
+    assert case.sources.seen == [(0, 0)]
+    assert case.num_exports == 1
     assert case.sync().num_pulled == 4 and case.has_arrived()
     case.route.forget()
     case.sync()
-    assert (len(case.sources.seen), case.num_exports) == (1, 3), "the trace is known"
+    assert (len(case.sources.seen), case.num_exports) == (1, 2), "the trace is known"
 
 
 def test_a_broken_repeated_export_fails_no_sync():
     case = Traceable()
     case.sources, case.fails_at = SelfTracing(case), 2
+    case.sources.trace_in_export = Mock(side_effect=NotTraceable("the export communicates"))
     assert case.sync().num_pulled == 0
     assert case.has_arrived() and "the export broke" in case.route.reason
     assert case.sync().num_pulled == 0, "the export that is tried again, and learnt from"

@@ -37,7 +37,7 @@ class Replicas:
         num_exports: those that were begun.
     """
 
-    needs_an_export, is_offloaded = False, False
+    is_offloaded = False
 
     def __init__(self, fault):
         torch.manual_seed(3)
@@ -53,7 +53,7 @@ class Replicas:
         self.num_exports += 1
         made = self.made = {}
         for name, tensor in self.exported().items():
-            made[name] = MadeBy(name, 0)
+            made[name] = MadeBy(name, 0, name)
             yield name, tensor
 
     def exported(self):
@@ -76,7 +76,7 @@ class Replicas:
             for name, tensor in self.parameters.items()
         ]
 
-    def trace_exported(self, device):
+    def trace_in_export(self, device):
         self.num_traces += 1
         rank = dist.get_rank()
         if self.fault == "one rank's first trace fails" and rank == 2 and self.num_traces == 1:
@@ -143,3 +143,97 @@ def test_own_traces_are_merged_and_compared(pool, fault, ending, state, reason, 
         assert state is None or seen[1] == state
         assert reason in seen[2]
         assert seen[3] == num_exports
+
+
+class Experts:
+    """Sources of one rank, which has one expert of each of two layers.
+
+    Attributes:
+        unlike: what the second layer exports in another order than the first: "experts",
+            "equal experts", with the same bytes until the first step, or the "vector".
+    """
+
+    is_offloaded = False
+
+    def __init__(self, unlike):
+        self.unlike, self.made, self.num_exports = unlike, {}, 0
+        self.parameters = {f"l.{layer}.bias": torch.zeros(24) for layer in range(2)}
+        for layer in range(2):
+            torch.manual_seed(layer + (0 if unlike == "equal experts" else 10 * dist.get_rank()))
+            self.parameters[f"l.{layer}.weight"] = torch.randn(16, 24)
+        for tensor in self.parameters.values():
+            tensor.untyped_storage().share_memory_()
+
+    def __call__(self):
+        return self.parameters
+
+    def step(self):
+        for name, tensor in self.parameters.items():
+            is_replica = name.endswith("bias")
+            torch.manual_seed(100 + len(name) + (0 if is_replica else dist.get_rank()))
+            tensor.add_(torch.randn(tensor.shape))
+
+    def convert(self, name, tensor):
+        layer = int(name.split(".")[1])
+        if name.endswith("bias"):
+            is_unlike = layer == 1 and self.unlike == "vector"
+            return [(name, tensor.view(4, 6).t().reshape(24) if is_unlike else tensor.clone())]
+        gathered = [torch.empty_like(tensor) for _ in range(WORLD_SIZE)]
+        dist.all_gather(gathered, tensor)
+        order = (0, 1, 3, 2) if layer == 1 and "experts" in self.unlike else (0, 1, 2, 3)
+        return [(f"l.{layer}.experts.{i}.weight", gathered[i]) for i in order]
+
+    def converted(self):
+        return [(name, self.convert(name, tensor)) for name, tensor in self.parameters.items()]
+
+    def export(self):
+        self.num_exports += 1
+        made = self.made = {}
+        for source, named in self.converted():
+            for number, (name, tensor) in enumerate(named):
+                made[name] = MadeBy(source, number, named[0][0])
+                yield name, tensor
+
+    def conversions(self):
+        return [
+            Conversion((name,), name[4:], (tensor,), partial(self.convert, name))
+            for name, tensor in self.parameters.items()
+        ]
+
+    def how(self, device):
+        return {"rank": dist.get_rank(), "world_size": WORLD_SIZE, "device": device}
+
+    def trace(self, device):
+        return trace_conversions(self.conversions(), **self.how(device))
+
+    def trace_in_export(self, device):
+        return trace_by_examples(self.conversions(), self.made, **self.how(device))
+
+
+def two_syncs(unlike):
+    """Returns the route's state, exports of the first sync, and what was wrong after the second."""
+    sources = Experts(unlike)
+    ranks, is_leader = trainer_ranks(TP)
+    named = [pair for _, pairs in sources.converted() for pair in pairs]
+    engine = ServingEngine(tp=TP) if is_leader else None
+    if engine is not None:
+        engine.models = [EngineModel(rank, named) for rank in range(TP)]
+    settings = {"bucket_bytes": 2048, "manifest_check": "off", "free_cache_engine": False}
+    weight_sync = colocated(engine, "compiled", ranks, routes=["pull"], **settings)
+    synced(weight_sync, Reexport(sources.export, sources=sources))
+    num_exports = sources.num_exports
+    sources.step()
+    synced(weight_sync, Reexport(sources.export, sources=sources))
+    new = dict(pair for _, pairs in sources.converted() for pair in pairs)
+    models = engine.models if engine is not None else []
+    wrong = sorted({name for model in models for name in model.wrong(new)})
+    return weight_sync._route.state.name, num_exports, wrong
+
+
+@pytest.mark.parametrize(
+    ("unlike", "num_exports"), [("experts", 2), ("equal experts", 2), ("vector", 1)]
+)
+def test_a_conversion_unlike_its_example_is_found(pool, unlike, num_exports):
+    """Equal experts and constant vectors have the same bytes by a wrong trace."""
+    for seen in pool.run(two_syncs, unlike):
+        assert seen == ("PROVEN", num_exports, [])

@@ -40,6 +40,7 @@ class Comparison:
             begun, so they are listed with the first tensor, and dropped by `finish`.
         problem: the reason why the comparison failed, or None so far.
         trace: traces the export when the first tensors are added. Not needed with `traced`.
+        names: of all tensors that were added.
     """
 
     traced: TracedExport | None
@@ -51,7 +52,7 @@ class Comparison:
     def __post_init__(self) -> None:
         self._parameters: Mapping[str, torch.Tensor] | None = None
         self._shards: dict[int, torch.Tensor] = {}  # by number of the parameter
-        self._compared_names: set[str] = set()
+        self.names: set[str] = set()
         self._differences: list[tuple[str, torch.Tensor]] = []  # bools on the device
         self._pending_bytes = 0
 
@@ -68,9 +69,10 @@ class Comparison:
         self._wait()
         self._parameters, self._shards = None, {}
         if self.problem is None and self.traced is not None:
-            num_traced = len(self.traced.tensors)
-            if self._compared_names != self.traced.tensors.keys():
-                text = f"{len(self._compared_names)} tensors were exported, {num_traced} traced"
+            others = self.traced.others
+            own = {name for name in self.names if name not in others}
+            if own != self.traced.tensors.keys():
+                text = f"{len(own)} tensors were exported, {len(self.traced.tensors)} traced"
                 self.problem = Reason(text, is_final=True)
         return self.problem
 
@@ -80,7 +82,7 @@ class Comparison:
         if self._parameters is None:
             self._parameters = self.sources()
         for name, exported in named:
-            self._compared_names.add(name)
+            self.names.add(name)
             self._differences += [(name, differs) for differs in self._compare(name, exported)]
             self._pending_bytes += exported.nbytes
             if self._pending_bytes > MAX_PENDING_BYTES:
@@ -96,6 +98,8 @@ class Comparison:
             NotTraceable: the trace has no tensor of this name, shape and dtype.
         """
         assert self.traced is not None, "without a trace there is a problem"
+        if name in self.traced.others:
+            return []
         traced = self.traced.tensors.get(name)
         if traced is None or (traced.dtype, traced.shape) != (
             exported.dtype,

@@ -20,14 +20,20 @@ device compares digests of the codes, and the host waits for all comparisons tog
 
 The ranks' traces are merged (`merge_traces`) and compared, bit for bit, with the real export
 (`Comparison`). So nothing depends on assumptions about Megatron's layout of ranks.
+
+`trace_by_examples` takes less time, while the export is made. It runs one conversion of each kind
+on codes, and all whose parameters have bytes that a comparison could not tell apart, say the ones
+of a norm. The other conversions of a kind are expected to make the same of their parameters. If the
+comparison finds otherwise on any rank, all ranks trace every conversion.
 """
 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import compress, islice, pairwise, zip_longest
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -54,6 +60,11 @@ NamedShape: TypeAlias = tuple[str, tuple[int, ...]]
 
 CHUNK = 1 << 24
 """Number of elements that one step processes. Bounds the memory needed beside the codes."""
+
+NUM_SAMPLES = 64
+"""Number of a parameter's elements that are looked at to find out if all are equal."""
+
+_NUMBERS = re.compile(r"\d+")
 
 
 @dataclass(frozen=True)
@@ -109,7 +120,7 @@ def trace_conversions(
             _check(conversion, device)
             codes = _Codes.of(conversion, rank, world_size)
             plain = _converted(conversion, codes, is_scrambled=False)
-            kind, digests_of_codes = _kind_made(conversion, plain), _digests(plain)
+            kind, digests_of_codes = _kind_and_shapes(conversion, plain), _digests(plain)
             # Most layers and experts give the same codes as an example. Skip the second run there.
             if kind in examples:
                 differs = examples[kind][0] != digests_of_codes
@@ -137,14 +148,19 @@ class MadeBy(NamedTuple):
     """The conversion that made an exported tensor.
 
     Attributes:
-        source: one of the conversion's sources. Of another rank's conversion, "".
+        source: one of the conversion's sources. Of another pipeline stage's conversion, "".
         number: of the tensor, among those that the conversion made.
-        is_repeated: a tensor of this name was exported before.
+        first: name of the first of these.
+        is_repeated: another tensor of this name was exported later.
     """
 
     source: str
     number: int
+    first: str
     is_repeated: bool = False
+
+    def repeated(self) -> MadeBy:
+        return self._replace(is_repeated=True)
 
 
 def trace_by_examples(
@@ -155,73 +171,150 @@ def trace_by_examples(
     world_size: int,
     device: torch.device,
 ) -> TracedExport:
-    """Trace an export by one conversion of each kind, as if all of a kind converted alike.
+    """Trace an export by examples, see the top of this module.
 
     So the caller must compare all tensors with the parameters that the trace names. The export may
-    still run: the trace gets more tensors as `made` does.
+    still run: the trace grows with `made`. A conversion is run on codes when its tensors are looked
+    up, which the export has made by then.
 
     Args:
         made: for each exported tensor, by name, what made it.
 
     Raises:
-        NotTraceable: as `trace_conversions`. Also raised when a tensor is looked up that is named,
+        NotTraceable: when a tensor is looked up, as `trace_conversions`, or if the tensor is named,
             or made, otherwise than that of the example.
     """
-    examples: dict[object, tuple[list[NamedShape], list[list[_Part]]]] = {}
-    numbers: dict[TracedParameter, int] = {}
-    by_source: dict[str, list[_Expected]] = {}
-    with torch.no_grad():
-        for conversion in conversions:
-            _check(conversion, device)
-            kind = _kind_of(conversion)
-            if kind not in examples:
-                codes = _Codes.of(conversion, rank, world_size)
-                plain = _converted(conversion, codes, is_scrambled=False)
-                examples[kind] = _shapes_of(plain), _parts(conversion, codes, plain)
-                del plain  # frees the memory for the next example
-            expected = [
-                _Expected(_pattern(name), _traced_tensor(conversion, shape, parts, numbers))
-                for (name, shape), parts in zip(*examples[kind], strict=True)
-            ]
-            by_source.update(dict.fromkeys(conversion.sources, expected))
-    _free_codes(device)
-    return TracedExport(tuple(numbers), _TensorsMade(made, by_source))
+    tensors = _TensorsMade(conversions, made, rank, world_size, device)
+    return TracedExport(tensors.parameters, tensors, others=_Others(made))
 
 
 class _Expected(NamedTuple):
-    """A tensor that a conversion is expected to make. The name has "#" for numbers."""
+    """A tensor that a conversion is expected to make.
 
-    pattern: str
+    Attributes:
+        relative_name: see `_relative_name`.
+    """
+
+    relative_name: object
     tensor: TracedTensor
 
 
 class _TensorsMade(Mapping[str, TracedTensor]):
-    """The traced tensors of an export, as many as it has made."""
+    """The traced tensors of an export, as many as it has made.
+
+    Attributes:
+        parameters: those of the tensors that were looked up.
+    """
 
     def __init__(
-        self, made: Mapping[str, MadeBy], by_source: Mapping[str, Sequence[_Expected]]
+        self,
+        conversions: Iterable[Conversion],
+        made: Mapping[str, MadeBy],
+        rank: int,
+        world_size: int,
+        device: torch.device,
     ) -> None:
+        self.parameters: list[TracedParameter] = []
+        conversions = list(conversions)
+        self._conversions = {source: each for each in conversions for source in each.sources}
+        self._alone = _indistinct(conversions)
         self._made = made
-        self._by_source = by_source
+        self._ranks = rank, world_size
+        self._device = device
+        self._examples: dict[object, tuple[list[NamedShape], list[list[_Part]]]] = {}
+        self._numbers: dict[TracedParameter, int] = {}
+        self._expected: dict[str, list[_Expected]] = {}  # by the first source of a conversion
 
     def __getitem__(self, name: str) -> TracedTensor:
-        source, number, is_repeated = self._made[name]
-        expected = self._by_source[source]
+        source, number, first, is_repeated = self._made[name]
+        if not source:
+            raise KeyError(name)
         if is_repeated:
             raise NotTraceable(f"{name} is made of two parameters")
-        if number >= len(expected) or expected[number].pattern != _pattern(name):
+        expected = self._expected_of(self._conversions[source])
+        relative = _relative_name(name, first)
+        if number >= len(expected) or expected[number].relative_name != relative:
             raise NotTraceable(f"{source} becomes {name}, which others of its kind do not")
         return expected[number].tensor
 
+    def _expected_of(self, conversion: Conversion) -> list[_Expected]:
+        expected = self._expected.get(conversion.sources[0])
+        if expected is None:
+            _check(conversion, self._device)
+            shapes, all_parts = self._example_of(conversion)
+            expected = [
+                _Expected(
+                    _relative_name(name, shapes[0][0]),
+                    _traced_tensor(conversion, shape, parts, self._numbers),
+                )
+                for (name, shape), parts in zip(shapes, all_parts, strict=True)
+            ]
+            num_new = len(self._numbers) - len(self.parameters)
+            self.parameters += [*islice(reversed(self._numbers), num_new)][::-1]
+            self._expected[conversion.sources[0]] = expected
+        return expected
+
+    def _example_of(self, conversion: Conversion) -> tuple[list[NamedShape], list[list[_Part]]]:
+        is_alone = conversion.sources[0] in self._alone
+        kind = conversion.sources if is_alone else _kind_of(conversion)
+        if kind not in self._examples:
+            with torch.no_grad():
+                codes = _Codes.of(conversion, *self._ranks)
+                plain = _converted(conversion, codes, is_scrambled=False)
+                self._examples[kind] = _shapes_of(plain), _parts(conversion, codes, plain)
+                del codes, plain
+            _free_codes(self._device)
+        return self._examples[kind]
+
     def __iter__(self) -> Iterator[str]:
-        return (name for name, made in self._made.items() if made.source in self._by_source)
+        return (name for name, made in self._made.items() if made.source)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
 
-def _pattern(name: str) -> str:
-    return re.sub(r"\d+", "#", name)
+class _Others:
+    """The names of an export's tensors that other pipeline stages have made."""
+
+    def __init__(self, made: Mapping[str, MadeBy]) -> None:
+        self._made = made
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._made and not self._made[str(name)].source
+
+
+def _relative_name(name: str, first: str) -> object:
+    """Return what is equal for the same tensor of two conversions of a kind.
+
+    That is the name without its numbers, and how far these are from those of the first tensor.
+    """
+    numbers, first_numbers = _NUMBERS.findall(name), _NUMBERS.findall(first)
+    distances = [int(n) - int(m) for n, m in zip_longest(numbers, first_numbers, fillvalue=0)]
+    return _NUMBERS.sub("#", name), distances
+
+
+def _indistinct(conversions: Sequence[Conversion]) -> set[str]:
+    """Return the first sources of conversions with vectors, or parameters that may be constant.
+
+    Such bytes may stay the same if a conversion moves them.
+    """
+    found: set[str] = set()
+    samples: defaultdict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
+    sampled: defaultdict[torch.dtype, list[str]] = defaultdict(list)
+    for conversion in conversions:
+        for parameter in conversion.parameters:
+            step = parameter.numel() // NUM_SAMPLES
+            if parameter.dim() < 2 or not step or not parameter.is_contiguous():
+                found.add(conversion.sources[0])
+                continue
+            sample = parameter.detach().as_strided((NUM_SAMPLES,), (step,))
+            samples[parameter.dtype].append(sample)
+            sampled[parameter.dtype].append(conversion.sources[0])
+    for dtype, sources in sampled.items():
+        rows = torch.stack(samples[dtype])
+        are_equal = (rows == rows[:, :1]).all(dim=1).tolist()
+        found.update(compress(sources, are_equal))
+    return found
 
 
 def _kind_of(conversion: Conversion) -> object:
@@ -230,7 +323,7 @@ def _kind_of(conversion: Conversion) -> object:
     return conversion.kind, len(conversion.parameters), first.shape, first.dtype
 
 
-def _kind_made(conversion: Conversion, converted: Sequence[NamedTensor]) -> object:
+def _kind_and_shapes(conversion: Conversion, converted: Sequence[NamedTensor]) -> object:
     """Return a value that is equal for conversions that may give the same codes."""
     shapes = tuple((tensor.shape, tensor.dtype) for _, tensor in converted)
     return _kind_of(conversion), shapes

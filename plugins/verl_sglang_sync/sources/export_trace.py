@@ -14,7 +14,7 @@ export that names its sources promises both.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -85,11 +85,23 @@ class TracedExport:
         parameters: all that the export reads. An `Origin` has a parameter's number in this tuple.
         tensors: all exported tensors, by name, in the order of the export.
         quantization: how some of these tensors are quantised then, or None.
+        others: names of exported tensors that are made of parameters of other ranks alone, and that
+            this rank's own trace leaves out.
     """
 
-    parameters: tuple[TracedParameter, ...]
+    parameters: Sequence[TracedParameter]
     tensors: Mapping[str, TracedTensor]
     quantization: Quantization | None = None
+    others: Container[str] = ()
+
+    def whole(self) -> TracedExport:
+        """Return the trace of an export that has been made. It grows no more, and keeps no
+        parameter alive.
+        """
+        if isinstance(self.tensors, dict):
+            return self
+        tensors = dict(self.tensors)  # looks up what was not looked up yet
+        return TracedExport(tuple(self.parameters), tensors, self.quantization)
 
     @cached_property
     def owners(self) -> list[Owners]:

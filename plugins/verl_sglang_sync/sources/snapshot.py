@@ -26,10 +26,9 @@ Sources = Callable[[], Mapping[str, torch.Tensor]]
 
 Optional attributes of the function:
     trace(device): returns the `TracedExport`, in place of a traced run of the export.
-    needs_an_export: True if `trace` works only after an export was made.
-    trace_exported(device): returns the trace of the export that is being made, or was made last, or
-        None if it cannot. It is made sooner than `trace`, and holds only if a comparison with the
-        export finds it true.
+    trace_in_export(device): returns the trace of the export that is being made, which grows with
+        it. It takes less time than `trace`, and holds only if a comparison with the export finds no
+        difference.
     is_offloaded: see the function of this name.
 """
 

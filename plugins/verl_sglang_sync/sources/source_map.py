@@ -79,19 +79,12 @@ class SourceMap:
         self._trace: Trace | None = None
         self._own_trace: Trace | None = None  # not merged with the other ranks' traces yet
         self._merged_own: TracedExport | None = None  # this rank's own part of `_trace`
-        self._was_refuted = False  # a trace of an export that was made, by its comparison
 
     @property
     def traced(self) -> TracedExport:
         """The trace that all ranks have merged."""
         assert self._trace is not None, "nothing was traced"
         return self._trace[0]
-
-    def can_trace_before_export(self, export: Iterable[NamedTensor]) -> bool:
-        """Return False if an export must be made before it can be traced. Collective."""
-        if not _needs_an_export(export):
-            return True
-        return self._ranks.all(self.is_traced(export))
 
     def begin_comparison(self, export: Iterable[NamedTensor]) -> Comparison:
         """Trace the export, and begin to compare it with the parameters. Collective.
@@ -111,25 +104,33 @@ class SourceMap:
         """
         if not _can_trace_while_exported(export):
             return self.begin_comparison(export)
-        trace = partial(self._own_traced, export)
+        self._own_trace = None  # it may be of an export that was made before
+        trace = partial(self._own_traced, export, in_export=True)
         return Comparison(None, require_sources(export), self._device, trace=trace)
 
     def settle(self, comparison: Comparison, export: Iterable[NamedTensor]) -> Reason | None:
         """Merge the ranks' traces once the export has been compared. Collective.
 
+        If a trace that was made in the export has failed its comparison on any rank, all ranks
+        trace anew, for certain. If the bytes differ still, that is final.
+
         Returns:
             As `trace`.
         """
-        own = self._own_trace
-        is_assumed = own is not None and comparison.traced is own[0] and _traces_exported(export)
-        if is_assumed and comparison.finish() is not None:
-            # Trace anew, without what was assumed. If the bytes differ still, that is final.
-            self._own_trace, self._was_refuted = None, True
+        if _traces_in_export(export):
+            is_known = self._trace is not None and comparison.traced is self._trace[0]
+            has_failed = comparison.traced is None or comparison.finish() is not None
+            own = self._own_trace
+            was_in_export = own is not None and own[0] is comparison.traced
+            if not self._ranks.all(is_known or not has_failed) and was_in_export:
+                self._own_trace = None
         return self.trace(export)
 
     def is_current(self, comparison: Comparison, export: Iterable[NamedTensor]) -> bool:
         """Return True if a comparison stands for one with the last trace. Collective."""
-        return self._ranks.all(self._stands(comparison) and self.is_traced(export))
+        stands = self._stands(comparison) and self.is_traced(export)
+        self._merged_own = None  # it keeps parameters alive
+        return self._ranks.all(stands)
 
     def _stands(self, comparison: Comparison) -> bool:
         traced = comparison.traced
@@ -140,6 +141,8 @@ class SourceMap:
         # With this rank's own trace, before it was merged with the others. If in doubt, this rank
         # compares once more.
         if traced is not self._merged_own or comparison.finish() is not None:
+            return False
+        if comparison.names != self._trace[0].tensors.keys():
             return False
         return _compared_shards(self._trace[0]) == _compared_shards(traced)
 
@@ -160,19 +163,29 @@ class SourceMap:
         # The ranks of these exports make the same trace.
         return own if _is_traced_alike(export) or self.is_traced(export) else None
 
-    def _own_traced(self, export: Iterable[NamedTensor]) -> TracedExport:
+    def _own_traced(
+        self, export: Iterable[NamedTensor], *, in_export: bool = False
+    ) -> TracedExport:
         """Return the merged trace if it holds, else this rank's own.
+
+        Args:
+            in_export: the export is being made, and is compared with the trace.
 
         Raises:
             NotTraceable, SourcesChanged: as `_make_trace`.
         """
-        return self.traced if self.is_traced(export) else self._own(export)[0]
+        return self.traced if self.is_traced(export) else self._own(export, in_export)[0]
 
-    def _own(self, export: Iterable[NamedTensor]) -> Trace:
+    def _own(self, export: Iterable[NamedTensor], in_export: bool = False) -> Trace:
         """Return this rank's own trace, which is made if the last one does not hold."""
         if self._own_trace is None or not _holds(self._own_trace, export):
-            self._own_trace = self._make_trace(export)
+            self._own_trace = self._make_trace(export, in_export)
         return self._own_trace
+
+    def _own_whole(self, export: Iterable[NamedTensor]) -> tuple[TracedExport, Trace]:
+        """Return this rank's own trace, as it is and as a whole, see `TracedExport.whole`."""
+        traced, snapshot = self._own(export)
+        return traced, (traced.whole(), snapshot)
 
     def trace(self, export: Iterable[NamedTensor]) -> Reason | None:
         """Trace the export, unless the last trace holds on all ranks. Collective.
@@ -186,14 +199,15 @@ class SourceMap:
             return None
         # If one rank must trace anew, all ranks do: `_merged` is collective. `trace_alone` may have
         # made this rank's trace already.
-        own, reason = attempt(partial(self._own, export), NotTraceable, passing=(SourcesChanged,))
+        work = partial(self._own_whole, export)
+        own, reason = attempt(work, NotTraceable, passing=(SourcesChanged,))
         # None until all ranks have merged: one of them may fail.
         self._trace = self._own_trace = self._merged_own = None
         reason = self._ranks.common_reason(reason)
         if reason is None:
             assert own is not None, "no rank has a reason"
-            self._trace, reason = self._merged(own)
-            self._merged_own = own[0]
+            self._merged_own, whole = own
+            self._trace, reason = self._merged(whole)
         if reason is not None:
             self.off_reason = reason if reason.is_final else None
         return reason
@@ -209,8 +223,7 @@ class SourceMap:
         checksums = [summary.structure_checksum for summary in summaries]
         # The first rank of each structure sends its trace for all ranks with this structure.
         is_first = checksums.index(own_summary.structure_checksum) == own_rank()
-        whole = replace(traced, tensors=dict(traced.tensors)) if is_first else None
-        traces = self._ranks.gather(whole)
+        traces = self._ranks.gather(traced if is_first else None)
         try:
             merged = merge_traces(summaries, traces)
         except NotTraceable as error:
@@ -233,16 +246,16 @@ class SourceMap:
         self._trace[1].require_unchanged(parameters)
         return parameters
 
-    def _make_trace(self, export: Iterable[NamedTensor]) -> Trace:
+    def _make_trace(self, export: Iterable[NamedTensor], in_export: bool) -> Trace:
         """Trace the export on this rank, without waiting for another rank."""
         sources = require_sources(export)
         if is_offloaded(export) and (problem := HOST_MEMORY.problem) is not None:
             text = f"engines cannot map the offloaded parameters: {problem.text}"
             raise NotTraceable(text) if problem.is_final else SourcesChanged(text)
-        exported = None if self._was_refuted else getattr(sources, "trace_exported", None)
-        if exported is not None and (found := exported(self._device)) is not None:
-            traced = found
-        elif (trace := getattr(sources, "trace", None)) is not None:
+        trace = getattr(sources, "trace", None)
+        if in_export and _traces_in_export(export):
+            trace = sources.trace_in_export  # type: ignore[attr-defined]
+        if trace is not None:
             traced = trace(self._device)
         else:
             traced = trace_export(
@@ -259,18 +272,14 @@ def _can_trace_while_exported(export: Iterable[NamedTensor]) -> bool:
     """
     sources = sources_of(export)
     if getattr(sources, "trace", None) is not None:
-        return _traces_exported(export) and not _needs_an_export(export)
+        return _traces_in_export(export)
     has_more = getattr(export, "adapter", None) is not None or quantization_of(export) is not None
     return sources is not None and not has_more and not is_offloaded(export)
 
 
-def _traces_exported(export: Iterable[NamedTensor]) -> bool:
+def _traces_in_export(export: Iterable[NamedTensor]) -> bool:
     """Return True if an export's sources can trace it as it is made, see `snapshot.Sources`."""
-    return hasattr(sources_of(export), "trace_exported")
-
-
-def _needs_an_export(export: Iterable[NamedTensor]) -> bool:
-    return bool(getattr(sources_of(export), "needs_an_export", False))
+    return hasattr(sources_of(export), "trace_in_export")
 
 
 def _is_traced_alike(export: Iterable[NamedTensor]) -> bool:
@@ -283,16 +292,17 @@ def _is_traced_alike(export: Iterable[NamedTensor]) -> bool:
 
 
 def _compared_shards(traced: TracedExport) -> dict[str, list[list[int]]]:
-    """Return the shards with which this rank compares each tensor, origin by origin."""
+    """Return the shards with which this rank compares tensors, by name, origin by origin."""
     own = own_rank()
     shards = [
         [shard for shard, ranks in enumerate(owners.holders) if own in ranks]
         for owners in traced.owners
     ]
-    return {
+    compared = {
         name: [shards[origin.parameter] for origin in tensor.origins]
         for name, tensor in traced.tensors.items()
     }
+    return {name: numbers for name, numbers in compared.items() if any(numbers)}
 
 
 def _holds(trace: Trace | None, export: Iterable[NamedTensor]) -> bool:

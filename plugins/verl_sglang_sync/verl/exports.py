@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import inspect
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 from unittest import mock
@@ -254,14 +254,6 @@ class BridgeSources:
         self._made: dict[str, MadeBy] = {}
 
     @property
-    def needs_an_export(self) -> bool:
-        """True if a trace needs what pipeline stages send each other in the first export.
-
-        The bridge keeps it.
-        """
-        return int(self._engine.engine_config.pipeline_model_parallel_size) > 1
-
-    @property
     def is_offloaded(self) -> bool:
         """True if the parameters are offloaded. They come back into the same storages."""
         return bool(self._engine.is_param_offload_enabled)
@@ -289,31 +281,27 @@ class BridgeSources:
 
     def _noted(self, weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
         made = self._made = {}  # a trace of an earlier export keeps that one's
-        numbers: Counter[str] = Counter()  # of tensors, by source
+        names: defaultdict[str, list[str]] = defaultdict(list)  # of the tensors, by source
+        self._converted = ""
         for item in weights:
-            source = self._converted
-            made[item[0]] = MadeBy(source, numbers[source], is_repeated=item[0] in made)
-            numbers[source] += 1
+            name, source = item[0], self._converted
+            names[source].append(name)
+            by = MadeBy(source, len(names[source]) - 1, names[source][0])
+            made[name] = made[name].repeated() if name in made else by
             yield item
             del item  # frees the memory for the next tensor
 
-    def trace_exported(self, device: torch.device) -> TracedExport | None:
-        """Trace the export that is being made, or the last one.
-
-        Returns:
-            The trace. None if no export was begun, or on several pipeline stages.
-
-        Raises:
-            NotTraceable: as `trace`.
-        """
-        if not self._made or self.needs_an_export:
-            return None
+    def trace_in_export(self, device: torch.device) -> TracedExport:
+        """Trace the export that is being made. The trace grows with it."""
         return trace_by_examples(
             self._conversions(), self._made, rank=own_rank(), world_size=world_size(), device=device
         )
 
     def trace(self, device: torch.device) -> TracedExport:
         """Trace the conversions of this rank's parameters.
+
+        On several pipeline stages an export must have been made. In it the stages send each other
+        what the bridge keeps.
 
         Raises:
             NotTraceable: an exported tensor is no strided set of the parameters' bytes.
@@ -382,4 +370,9 @@ def _group(task: Any) -> object:
 def _kind(task: Any) -> object:
     """Return a value that is equal for tasks that the bridge converts with the same code."""
     name = re.sub(r"\d+", "#", task.param_name)
-    return name, type(task.mapping), type(task.megatron_module), task.pp_rank
+    settings = tuple(
+        (name, value)
+        for name, value in vars(task.mapping).items()
+        if isinstance(value, bool | int | float)
+    )
+    return name, type(task.mapping), settings, type(task.megatron_module), task.pp_rank

@@ -165,7 +165,7 @@ class TableRoute(Route):
         return (self._may_map or self._may_send) and super().can_learn(weights)
 
     def wants_comparison(self, weights: Iterable[NamedTensor]) -> bool:
-        return self.can_learn(weights) and self._source_map.can_trace_before_export(weights)
+        return self.can_learn(weights)
 
     def prepare_to_learn(self, weights: Iterable[NamedTensor]) -> None:
         if (traced := self._source_map.trace_alone(weights)) is not None:
