@@ -150,7 +150,8 @@ class Experts:
 
     Attributes:
         unlike: what the second layer exports in another order than the first: "experts",
-            "equal experts", with the same bytes until the first step, or the "vector".
+            "equal experts", with the same bytes until the first step, the "vector", or "nothing".
+            Of "nothing noted" the export does not note what makes its tensors.
     """
 
     is_offloaded = False
@@ -191,7 +192,8 @@ class Experts:
         made = self.made = {}
         for source, named in self.converted():
             for number, (name, tensor) in enumerate(named):
-                made[name] = MadeBy(source, number, named[0][0])
+                noted = "" if self.unlike == "nothing noted" else source
+                made[name] = MadeBy(noted, number, named[0][0])
                 yield name, tensor
 
     def conversions(self):
@@ -231,7 +233,8 @@ def two_syncs(unlike):
 
 
 @pytest.mark.parametrize(
-    ("unlike", "num_exports"), [("experts", 2), ("equal experts", 2), ("vector", 1)]
+    ("unlike", "num_exports"),
+    [("experts", 2), ("equal experts", 2), ("vector", 1), ("nothing", 1), ("nothing noted", 2)],
 )
 def test_a_conversion_unlike_its_example_is_found(pool, unlike, num_exports):
     """Equal experts and constant vectors have the same bytes by a wrong trace."""

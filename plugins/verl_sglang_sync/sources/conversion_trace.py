@@ -61,6 +61,9 @@ NamedShape: TypeAlias = tuple[str, tuple[int, ...]]
 CHUNK = 1 << 24
 """Number of elements that one step processes. Bounds the memory needed beside the codes."""
 
+LARGE_BYTES = 64 << 20
+"""Codes of more bytes are given back to the device, though that takes the device's time."""
+
 NUM_SAMPLES = 64
 """Number of a parameter's elements that are looked at to find out if all are equal."""
 
@@ -262,8 +265,10 @@ class _TensorsMade(Mapping[str, TracedTensor]):
                 codes = _Codes.of(conversion, *self._ranks)
                 plain = _converted(conversion, codes, is_scrambled=False)
                 self._examples[kind] = _shapes_of(plain), _parts(conversion, codes, plain)
+                is_large = codes.own.nbytes > LARGE_BYTES
                 del codes, plain
-            _free_codes(self._device)
+            if is_large:
+                _free_codes(self._device)
         return self._examples[kind]
 
     def __iter__(self) -> Iterator[str]:
@@ -289,8 +294,8 @@ def _relative_name(name: str, first: str) -> object:
     That is the name without its numbers, and how far these are from those of the first tensor.
     """
     numbers, first_numbers = _NUMBERS.findall(name), _NUMBERS.findall(first)
-    distances = [int(n) - int(m) for n, m in zip_longest(numbers, first_numbers, fillvalue=0)]
-    return _NUMBERS.sub("#", name), distances
+    distances = (int(n) - int(m) for n, m in zip_longest(numbers, first_numbers, fillvalue=0))
+    return _NUMBERS.sub("#", name), tuple(distances)
 
 
 def _indistinct(conversions: Sequence[Conversion]) -> set[str]:
@@ -320,7 +325,8 @@ def _indistinct(conversions: Sequence[Conversion]) -> set[str]:
 def _kind_of(conversion: Conversion) -> object:
     """Return a value that is equal for conversions that the same code makes of the same shapes."""
     first = conversion.parameters[0]
-    return conversion.kind, len(conversion.parameters), first.shape, first.dtype
+    together = tuple(_relative_name(name, conversion.sources[0]) for name in conversion.sources)
+    return conversion.kind, together, first.shape, first.dtype
 
 
 def _kind_and_shapes(conversion: Conversion, converted: Sequence[NamedTensor]) -> object:

@@ -104,7 +104,8 @@ class SourceMap:
         """
         if not _can_trace_while_exported(export):
             return self.begin_comparison(export)
-        self._own_trace = None  # it may be of an export that was made before
+        if _traces_in_export(export):
+            self._own_trace = None  # it may be of an export that was made before
         trace = partial(self._own_traced, export, in_export=True)
         return Comparison(None, require_sources(export), self._device, trace=trace)
 
@@ -118,11 +119,11 @@ class SourceMap:
             As `trace`.
         """
         if _traces_in_export(export):
-            is_known = self._trace is not None and comparison.traced is self._trace[0]
-            has_failed = comparison.traced is None or comparison.finish() is not None
-            own = self._own_trace
-            was_in_export = own is not None and own[0] is comparison.traced
-            if not self._ranks.all(is_known or not has_failed) and was_in_export:
+            own = None if self._own_trace is None else self._own_trace[0]
+            was_in_export = own is not None and own is comparison.traced
+            # An empty trace and a rank's older one have not been compared.
+            is_good = was_in_export and comparison.finish() is None and bool(own and own.tensors)
+            if not self._ranks.all(is_good) and was_in_export:
                 self._own_trace = None
         return self.trace(export)
 
@@ -206,8 +207,9 @@ class SourceMap:
         reason = self._ranks.common_reason(reason)
         if reason is None:
             assert own is not None, "no rank has a reason"
-            self._merged_own, whole = own
+            traced, whole = own
             self._trace, reason = self._merged(whole)
+            self._merged_own = traced if reason is None else None
         if reason is not None:
             self.off_reason = reason if reason.is_final else None
         return reason
