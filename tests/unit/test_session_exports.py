@@ -343,7 +343,7 @@ def test_sources_traced_in_the_export_export_once():
     assert case.sync().num_pulled == 4 and case.has_arrived()
 
 
-def test_sources_not_traceable_in_the_export_export_again():
+def test_sources_not_traceable_in_the_export_export_again(caplog):
     """A trace that lacks what the export leaves, as a release of a bridge might."""
     case = Traceable()
     case.sources = sources = SelfTracing(case)
@@ -351,6 +351,8 @@ def test_sources_not_traceable_in_the_export_export_again():
     case.sync()
     assert sources.seen == [(1, 0)]
     assert case.num_exports == 2
+    said = [text for text in caplog.messages if "made once more to be compared" in text]
+    assert len(said) == 1 and "the export communicates. So" in said[0]
     assert case.sync().num_pulled == 4 and case.has_arrived()
 
 

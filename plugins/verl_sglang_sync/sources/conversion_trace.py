@@ -18,13 +18,13 @@ To detect arithmetic, `convert` is run again on scrambled codes, and must return
 scrambled. The second run is skipped if a parameter of the same kind gave the same codes before: the
 device compares digests of the codes, and the host waits for all comparisons together, at the end.
 
-The ranks' traces are merged (`merge_traces`) and compared, bit for bit, with the real export
-(`Comparison`). So nothing depends on assumptions about Megatron's layout of ranks.
+The ranks' traces are merged (`source_map.merge_traces`), and the real export is compared with them,
+bit for bit (`comparison.Comparison`). So nothing depends on assumptions about the layout of ranks.
 
-`trace_by_examples` takes less time, while the export is made. It runs one conversion of each kind
-on codes, and all whose parameters have bytes that a comparison could not tell apart, say the ones
-of a norm. The other conversions of a kind are expected to make the same of their parameters. If the
-comparison finds otherwise on any rank, all ranks trace every conversion.
+`trace_by_examples` is what a sync uses: it takes less time, while the export is made. It runs one
+conversion of each kind on codes, and all whose parameters have bytes that a comparison could not
+tell apart, say the values 1.0 of a norm. The other conversions of a kind are expected to make the
+same of their parameters. `trace_conversions` is for when the comparison finds otherwise.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ class _TensorsMade(Mapping[str, TracedTensor]):
         self.parameters: list[TracedParameter] = []
         conversions = list(conversions)
         self._conversions = {source: each for each in conversions for source in each.sources}
-        self._alone = _indistinct(conversions)
+        self._indistinct = _indistinct(conversions)
         self._made = made
         self._ranks = rank, world_size
         self._device = device
@@ -258,8 +258,8 @@ class _TensorsMade(Mapping[str, TracedTensor]):
         return expected
 
     def _example_of(self, conversion: Conversion) -> tuple[list[NamedShape], list[list[_Part]]]:
-        is_alone = conversion.sources[0] in self._alone
-        kind = conversion.sources if is_alone else _kind_of(conversion)
+        is_apart = conversion.sources[0] in self._indistinct
+        kind = conversion.sources if is_apart else _kind_of(conversion)
         if kind not in self._examples:
             with torch.no_grad():
                 codes = _Codes.of(conversion, *self._ranks)

@@ -81,8 +81,11 @@ class StandIn(NamedTuple):
 class TracedExport:
     """A traced export.
 
+    One that is made while the export runs grows with it, and a lookup in `tensors` may raise
+    NotTraceable. `whole` returns one that is complete, for everything but a `Comparison`.
+
     Attributes:
-        parameters: all that the export reads. An `Origin` has a parameter's number in this tuple.
+        parameters: all that the export reads. An `Origin` has a parameter's number in here.
         tensors: all exported tensors, by name, in the order of the export.
         quantization: how some of these tensors are quantised then, or None.
         others: names of exported tensors that are made of parameters of other ranks alone, and that

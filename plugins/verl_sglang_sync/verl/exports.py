@@ -6,7 +6,7 @@ The wrapper also finds the sources of an export: FSDP2's module state, FSDP1's f
 (`flat_parameters`), or for Megatron-Bridge this rank's parameters.
 
 The bridge has a list of conversion tasks. A task has a parameter of this pipeline stage, or none.
-verl makes the list in the first export.
+verl makes the list once.
 """
 
 from __future__ import annotations
@@ -266,7 +266,8 @@ class BridgeSources:
         self, method: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Iterator[NamedTensor]:
         """Call verl's `method` for an export that notes which task each tensor is made by."""
-        # The bridge fetches a task, and yields its tensors before it fetches the next one.
+        # When the bridge yields a tensor, the task that it has fetched last made it, alone or with
+        # others of its group.
         tasks = self._engine._mbridge_export_tasks
 
         def noted_tasks() -> list[Any]:

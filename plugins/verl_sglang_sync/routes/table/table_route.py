@@ -302,10 +302,15 @@ class TableRoute(Route):
     def _difference(self, export: LoadedExport) -> Reason | None:
         """Compare the full export with this rank's shards. Collective.
 
-        If the sync has no comparison, or the trace of its comparison is outdated, export once more.
+        If the sync has no comparison, or its comparison was not with the trace of now, export once
+        more. The trace is another if parameters were replaced, or if the comparison found that the
+        trace was wrong.
 
         Returns:
             The difference or the failure of the comparison, or None if the bytes are equal.
+
+        Raises:
+            WeightSyncError: an engine would get parts of different models.
         """
         comparison = export.comparison
         new_export: Iterable[NamedTensor] = ()
