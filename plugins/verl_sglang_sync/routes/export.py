@@ -56,7 +56,7 @@ class ExportedBuckets(SyncSource):
             iterates the export, because the collectives of the export need every rank.
         delivery: takes the packed buckets to the engine ranks.
         comparison: compares the export with the parameters. The engine loads the same bucket at
-            that time. None if no route wants the comparison.
+            that time. None if no route can learn from the export.
         frees_ring: the buffers are freed after the sync, for the engine's KV cache.
         compares_buckets: the comparison is of the buckets. False if the export is quantised: then
             `export` adds the tensors to the comparison before that.

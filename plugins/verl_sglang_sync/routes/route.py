@@ -9,7 +9,7 @@ is collective:
 
     step                            when                                       collective
     route.choose(export, ...)       after the request to the engines to join   all
-    route.wants_comparison(export)  if the route has no source                 all
+    route.can_learn(export)         if the route has no source                 none
     source.start()                  while the engines join                     export
     source.send(sessions)           after all engines have joined              export, rounds
     source.drain()                  after `send`, or after a failure           export, rounds
@@ -23,7 +23,7 @@ is collective:
     source.close()                  last, after a failure, too                 none
     route.recover(cause, export)    after a failed sync by this route          all
 
-`choose`, `can_learn`, `wants_comparison`, `learn` and `recover` return the same on all ranks.
+`choose`, `can_learn`, `learn` and `recover` return the same on all ranks.
 
 The state of a route is equal on all ranks, and changes as follows:
 
@@ -124,12 +124,12 @@ class LoadedExport:
     Attributes:
         weights: the export, which may be iterated once more.
         loaded: the outcome of the load on each of this rank's engine ranks.
-        comparison: the comparison of the export with the parameters. None if no route wanted one.
+        comparison: the comparison of the export with the parameters.
     """
 
     weights: Iterable[NamedTensor]
     loaded: Sequence[Loaded]
-    comparison: Comparison | None
+    comparison: Comparison
 
 
 class Recovery(Enum):
@@ -257,13 +257,6 @@ class Route:
             warn_once(NOT_TRACEABLE)
             return False
         return True
-
-    def wants_comparison(self, weights: Iterable[NamedTensor]) -> bool:
-        """Return True if this sync should compare its export with the parameters.
-
-        Without that comparison `learn` has to export all weights once more.
-        """
-        return False
 
     def prepare_to_learn(self, weights: Iterable[NamedTensor]) -> None:
         """Start the part of `learn` that needs no other rank.

@@ -459,7 +459,7 @@ class WeightSync:
                 sync_pass.by_route = True
                 return source
         comparison = None
-        if sync_pass.may_be_followed and self._route.wants_comparison(weights):
+        if sync_pass.may_be_followed and self._route.can_learn(weights):
             with report.stage("learn"):
                 comparison = self._source_map.compare_while_exported(weights)
         is_quantized = quantization_of(weights) is not None
@@ -498,6 +498,7 @@ class WeightSync:
     def _learn(self, task: SyncTask, source: ExportedBuckets, loaded: Sequence[Loaded]) -> None:
         """Prepare the route by which the next syncs go, after an export that is loaded."""
         if self._route.can_learn(task.weights):
+            assert source.comparison is not None, "made for a route that can learn"
             with task.report.stage("learn"):
                 self._route.learn(LoadedExport(task.weights, loaded, source.comparison))
 

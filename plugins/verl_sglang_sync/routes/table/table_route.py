@@ -164,9 +164,6 @@ class TableRoute(Route):
     def can_learn(self, weights: Iterable[NamedTensor]) -> bool:
         return (self._may_map or self._may_send) and super().can_learn(weights)
 
-    def wants_comparison(self, weights: Iterable[NamedTensor]) -> bool:
-        return self.can_learn(weights)
-
     def prepare_to_learn(self, weights: Iterable[NamedTensor]) -> None:
         if (traced := self._source_map.trace_alone(weights)) is not None:
             self._make_plan(traced)
@@ -302,9 +299,8 @@ class TableRoute(Route):
     def _difference(self, export: LoadedExport) -> Reason | None:
         """Compare the full export with this rank's shards. Collective.
 
-        If the sync has no comparison, or its comparison was not with the trace of now, export once
-        more. The trace is another if parameters were replaced, or if the comparison found that the
-        trace was wrong.
+        If the comparison was not with the trace of now, export once more. The trace is another if
+        parameters were replaced, or if the comparison found that the trace was wrong.
 
         Returns:
             The difference or the failure of the comparison, or None if the bytes are equal.
@@ -314,11 +310,10 @@ class TableRoute(Route):
         """
         comparison = export.comparison
         new_export: Iterable[NamedTensor] = ()
-        if comparison is not None:
-            reason = self._source_map.settle(comparison, export.weights)
-            if reason is not None:
-                return reason
-        if comparison is None or not self._source_map.is_current(comparison, export.weights):
+        reason = self._source_map.settle(comparison, export.weights)
+        if reason is not None:
+            return reason
+        if not self._source_map.is_current(comparison, export.weights):
             comparison = self._source_map.begin_comparison(export.weights)
             new_export = unquantized(export.weights) if comparison.traced is not None else ()
         if comparison.traced is not None:
