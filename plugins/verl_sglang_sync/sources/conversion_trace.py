@@ -33,7 +33,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress, islice, pairwise, zip_longest
+from itertools import compress, pairwise, zip_longest
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -133,12 +133,23 @@ def trace_conversions(
             found.append((_shapes_of(plain), examples[kind][1]))
             del plain  # frees the memory for the next conversion
         for number in _differing(comparisons):
-            conversion = conversions[number]
-            codes = _Codes.of(conversion, rank, world_size)
-            plain = _converted(conversion, codes, is_scrambled=False)
-            found[number] = _shapes_of(plain), _parts(conversion, codes, plain)
+            found[number] = _run_on_codes(conversions[number], rank, world_size)
     _free_codes(device)
     return _traced_export(conversions, found)
+
+
+def _run_on_codes(
+    conversion: Conversion, rank: int, world_size: int
+) -> tuple[list[NamedShape], list[list[_Part]]]:
+    """Return the tensors that a conversion makes, and the parts of each."""
+    codes = _Codes.of(conversion, rank, world_size)
+    plain = _converted(conversion, codes, is_scrambled=False)
+    found = _shapes_of(plain), _parts(conversion, codes, plain)
+    is_large, device = codes.own.nbytes > LARGE_BYTES, codes.own.device
+    del codes, plain
+    if is_large:
+        _free_codes(device)
+    return found
 
 
 def _free_codes(device: torch.device) -> None:
@@ -161,9 +172,6 @@ class MadeBy(NamedTuple):
     number: int
     first: str
     is_repeated: bool = False
-
-    def repeated(self) -> MadeBy:
-        return self._replace(is_repeated=True)
 
 
 def trace_by_examples(
@@ -188,7 +196,22 @@ def trace_by_examples(
             or made, otherwise than that of the example.
     """
     tensors = _TensorsMade(conversions, made, rank, world_size, device)
-    return TracedExport(tensors.parameters, tensors, others=_Others(made))
+    return TracedExport(tensors.numbering.parameters, tensors, others=_Others(made))
+
+
+class _Numbering:
+    """Parameters in the order in which their numbers were first asked for."""
+
+    def __init__(self) -> None:
+        self.parameters: list[TracedParameter] = []
+        self._numbers: dict[TracedParameter, int] = {}
+
+    def number_of(self, parameter: TracedParameter) -> int:
+        """Return the parameter's place in `parameters`. A new one is added."""
+        number = self._numbers.setdefault(parameter, len(self.parameters))
+        if number == len(self.parameters):
+            self.parameters.append(parameter)
+        return number
 
 
 class _Expected(NamedTuple):
@@ -206,7 +229,7 @@ class _TensorsMade(Mapping[str, TracedTensor]):
     """The traced tensors of an export, as many as it has made.
 
     Attributes:
-        parameters: those of the tensors that were looked up.
+        numbering: of the parameters of the tensors that were looked up.
     """
 
     def __init__(
@@ -217,7 +240,7 @@ class _TensorsMade(Mapping[str, TracedTensor]):
         world_size: int,
         device: torch.device,
     ) -> None:
-        self.parameters: list[TracedParameter] = []
+        self.numbering = _Numbering()
         conversions = list(conversions)
         self._conversions = {source: each for each in conversions for source in each.sources}
         self._indistinct = _indistinct(conversions)
@@ -225,7 +248,6 @@ class _TensorsMade(Mapping[str, TracedTensor]):
         self._ranks = rank, world_size
         self._device = device
         self._examples: dict[object, tuple[list[NamedShape], list[list[_Part]]]] = {}
-        self._numbers: dict[TracedParameter, int] = {}
         self._expected: dict[str, list[_Expected]] = {}  # by the first source of a conversion
 
     def __getitem__(self, name: str) -> TracedTensor:
@@ -248,12 +270,10 @@ class _TensorsMade(Mapping[str, TracedTensor]):
             expected = [
                 _Expected(
                     _relative_name(name, shapes[0][0]),
-                    _traced_tensor(conversion, shape, parts, self._numbers),
+                    _traced_tensor(conversion, shape, parts, self.numbering),
                 )
                 for (name, shape), parts in zip(shapes, all_parts, strict=True)
             ]
-            num_new = len(self._numbers) - len(self.parameters)
-            self.parameters += [*islice(reversed(self._numbers), num_new)][::-1]
             self._expected[conversion.sources[0]] = expected
         return expected
 
@@ -262,13 +282,7 @@ class _TensorsMade(Mapping[str, TracedTensor]):
         kind = conversion.sources if is_apart else _kind_of(conversion)
         if kind not in self._examples:
             with torch.no_grad():
-                codes = _Codes.of(conversion, *self._ranks)
-                plain = _converted(conversion, codes, is_scrambled=False)
-                self._examples[kind] = _shapes_of(plain), _parts(conversion, codes, plain)
-                is_large = codes.own.nbytes > LARGE_BYTES
-                del codes, plain
-            if is_large:
-                _free_codes(self._device)
+                self._examples[kind] = _run_on_codes(conversion, *self._ranks)
         return self._examples[kind]
 
     def __iter__(self) -> Iterator[str]:
@@ -362,32 +376,27 @@ def _traced_export(
     Args:
         found: for each conversion its tensors, and the parts of each tensor.
     """
-    numbers: dict[TracedParameter, int] = {}
+    numbering = _Numbering()
     tensors: dict[str, TracedTensor] = {}
     for conversion, (converted, all_parts) in zip(conversions, found, strict=True):
         for (name, shape), parts in zip(converted, all_parts, strict=True):
             if name in tensors:
                 raise NotTraceable(f"{name} is made of two parameters")
-            tensors[name] = _traced_tensor(conversion, shape, parts, numbers)
-    return TracedExport(tuple(numbers), tensors)
+            tensors[name] = _traced_tensor(conversion, shape, parts, numbering)
+    return TracedExport(tuple(numbering.parameters), tensors)
 
 
 def _traced_tensor(
     conversion: Conversion,
     shape: tuple[int, ...],
     parts: Sequence[_Part],
-    numbers: dict[TracedParameter, int],
+    numbering: _Numbering,
 ) -> TracedTensor:
-    """Make a tensor's trace.
-
-    Args:
-        numbers: of the parameters. New ones are added.
-    """
+    """Make a tensor's trace."""
     origins = []
     for part in parts:
         parameter = TracedParameter(conversion.sources[part.parameter], part.owners)
-        number = numbers.setdefault(parameter, len(numbers))
-        origins.append(Origin(number, part.bytes))
+        origins.append(Origin(numbering.number_of(parameter), part.bytes))
     return TracedTensor(conversion.parameters[0].dtype, shape, tuple(origins))
 
 

@@ -288,7 +288,7 @@ class BridgeSources:
             name, source = item[0], self._converted
             names[source].append(name)
             by = MadeBy(source, len(names[source]) - 1, names[source][0])
-            made[name] = made[name].repeated() if name in made else by
+            made[name] = made[name]._replace(is_repeated=True) if name in made else by
             yield item
             del item  # frees the memory for the next tensor
 
@@ -372,8 +372,8 @@ def _kind(task: Any) -> object:
     """Return a value that is equal for tasks that the bridge converts with the same code."""
     name = re.sub(r"\d+", "#", task.param_name)
     settings = tuple(
-        (name, value)
-        for name, value in vars(task.mapping).items()
+        (key, value)
+        for key, value in vars(task.mapping).items()
         if isinstance(value, bool | int | float)
     )
     return name, type(task.mapping), settings, type(task.megatron_module), task.pp_rank
