@@ -1,9 +1,10 @@
 """Separate-async GRPO on the CPU: rollouts that a weight sync interrupts go on afterwards.
 
 verl aborts what is generated when a sync begins, and asks again with the prompt and the tokens so
-far when it has ended. The model is slow here while a step trains, so that every sync finds rollouts
-halfway. Each token must have been sampled with the weights of the version that the trajectory names
-for it: verl's own checkpoints hold them.
+far when it has ended. Two batches are sampled before the first step. The second step finds its own
+sampled, so that the third one has begun alone when it trains; the model is slow then, and its sync
+finds these rollouts halfway. Each token must have been sampled with the weights of the version that
+the trajectory names for it: verl's own checkpoints hold them.
 """
 
 import json
@@ -25,13 +26,13 @@ RUN = Run(
     "disaggregated",
     overrides=(
         *SEPARATE,
-        "trainer.v1.separate_async.num_warmup_batches=2",  # two are sampled while one is trained
+        "trainer.v1.separate_async.num_warmup_batches=1",  # one is sampled while one is trained
         f"trainer.total_training_steps={NUM_STEPS}",
         f"data.max_response_length={RESPONSE}",
         "trainer.save_freq=1",
         "trainer.default_local_dir={folder}/checkpoints",
         "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]",
-        f"actor_rollout_ref.rollout.max_num_seqs={BATCH}",  # the next ones begin with the training
+        f"actor_rollout_ref.rollout.max_num_seqs={2 * BATCH}",  # none waits for another to end
     ),
     variables=(
         *FINDING_TESTS,
