@@ -327,8 +327,8 @@ class Manager:
         async with manager.model_update_lock.writer_lock:
             return await manager.update_weights_from_tensor_communicator(obj)
 
-    async def update(self):
-        return await asyncio.wait_for(http_hooks.update(self.original, self, UPDATE), 0.3)
+    async def update(self, limit_s=30.0):
+        return await asyncio.wait_for(http_hooks.update(self.original, self, UPDATE), limit_s)
 
 
 def test_a_waiting_request_does_not_block_sync():
@@ -341,7 +341,7 @@ def test_a_waiting_request_does_not_block_sync():
             manager.answers = [[reply(closed=None, is_busy=False)]]
             await manager.update()
             with pytest.raises(TimeoutError):
-                await manager.update()
+                await manager.update(0.3)
             assert await manager.model_update_lock.is_locked()
 
     asyncio.run(run())
@@ -378,7 +378,7 @@ def test_a_busy_engine_is_asked_again():
 
 
 def test_an_engine_that_stays_busy_is_given_up(monkeypatch):
-    monkeypatch.setattr(http_hooks, "BUSY_WAIT_S", 0.03)
+    monkeypatch.setattr(http_hooks, "BUSY_WAIT_S", 0.5)
     manager = Manager(BUSY)
     assert asyncio.run(manager.update()) == BUSY
     assert len(manager.asked) > 1
