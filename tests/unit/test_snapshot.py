@@ -119,6 +119,21 @@ def test_held_memory_outlives_its_tensors():
     assert torch.tensor([], dtype=torch.float32).set_(storage).tolist() == [3, 3]
 
 
+def test_a_storage_of_many_tensors_is_held_once():
+    buffer = torch.arange(8.0)
+    tensors = {str(i): buffer[i : i + 1] for i in range(8)} | {"other": torch.ones(1)}
+    snapshot = SourcesSnapshot(tensors)
+    addresses = sorted(storage.data_ptr() for storage in snapshot.hold())
+    assert addresses == sorted([buffer.data_ptr(), tensors["other"].data_ptr()])
+    snapshot.require_unchanged(tensors)
+    replaced = tensors | {"7": buffer[7:].clone()}
+    with pytest.raises(SourcesChanged, match=r"^7 is not what or where it was"):
+        snapshot.require_unchanged(replaced)
+    del buffer, tensors, replaced
+    with pytest.raises(SourcesChanged, match=r"^0 is not where it was"):
+        snapshot.hold()
+
+
 def test_freed_memory_cannot_be_held():
     module = make_module()
     snapshot = SourcesSnapshot(module_state(module)())

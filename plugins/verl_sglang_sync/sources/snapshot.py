@@ -90,8 +90,13 @@ class SourcesSnapshot:
         self._names = list(tensors)
         self._snapshot = list(self._columns(list(tensors.values())))
         locals_ = locals_of(list(tensors.values())) if with_addresses else []
+        # By storage, with the name of a tensor in it: Megatron has thousands of tensors in one.
         # While these weak references live, no new storage gets the identity of one in the snapshot.
-        self._refs = [StorageWeakRef(local.untyped_storage()) for local in locals_]
+        self._refs: dict[int, tuple[str, StorageWeakRef]] = {}
+        for name, local in zip(tensors, locals_, strict=False):
+            storage = local.untyped_storage()
+            if storage._cdata not in self._refs:
+                self._refs[storage._cdata] = name, StorageWeakRef(storage)
 
     def require_unchanged(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Compare the tensors as they are with the snapshot.
@@ -114,8 +119,7 @@ class SourcesSnapshot:
             SourcesChanged: the memory of a tensor was freed.
         """
         held: list[torch.UntypedStorage] = []
-        names = self._names if self._with_addresses else ()
-        for name, ref in zip(names, self._refs, strict=True):
+        for name, ref in self._refs.values():
             storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
             # torch returns None if nothing keeps the storage any more.
             if storage is None:
