@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from megatron.core.enums import ModelType
@@ -202,17 +203,21 @@ def begin(rank, preset, targets):
 
 
 def sync(rank, factor):
-    """After training; the parameters are offloaded where the layout wants it. The report, and the
-    bytes left where they were.
+    """After training; the parameters are offloaded where the layout wants it. The report, with the
+    number of times that verl's export loaded the parameters, and the bytes left where they were.
     """
+    from verl.workers.engine.megatron import transformer_impl
+
     actor, by = rank.kept["actor"], rank.kept["by"]
     actor.train(factor)
-    if isinstance(by, Sender):
-        return by.sync(actor.export(), "compiled"), actor.offload()
-    asyncio.run(by.release())
-    asyncio.run(by.resume(("weights",)))
-    asyncio.run(by.sync(actor.export(), version="v"))
-    report, left_over = asdict(by.report), actor.offload()
+    load = transformer_impl.load_megatron_model_to_gpu
+    with mock.patch.object(transformer_impl, load.__name__, wraps=load) as loads:
+        if isinstance(by, Sender):
+            return by.sync(actor.export(), "compiled"), actor.offload()
+        asyncio.run(by.release())
+        asyncio.run(by.resume(("weights",)))
+        asyncio.run(by.sync(actor.export(), version="v"))
+    report, left_over = asdict(by.report) | {"num_loads": loads.call_count}, actor.offload()
     asyncio.run(by.resume(("kv_cache",)))
     return report, left_over
 
@@ -272,6 +277,10 @@ def check_compiled(case, reports):
     assert not [report for report in later if "export" in report["seconds"]]
     route = "num_exchanged" if case.layout.offload else "num_pulled"
     assert [report[route] for report in later] == [num_buckets] * len(later)
+    # verl's method goes through all parameters. A proof makes an export, too.
+    needs_load = [case.layout.offload or bool(report["is_proven"]) for report in later]
+    assert [report["num_loads"] for report in later] == needs_load
+    assert not needs_load[-1] or case.layout.offload, "no sync was without verl's method"
 
 
 def check_disaggregated(case, reports):
