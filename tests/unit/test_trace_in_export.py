@@ -4,6 +4,8 @@ As with Megatron-Bridge on one pipeline stage: a rank's own trace names the rank
 the model. Here every parameter is replicated.
 """
 
+import gc
+import weakref
 from dataclasses import replace
 from functools import partial
 
@@ -143,6 +145,36 @@ def test_own_traces_are_merged_and_compared(pool, fault, ending, state, reason, 
         assert state is None or seen[1] == state
         assert reason in seen[2]
         assert seen[3] == num_exports
+
+
+def kept_by_a_failed_export():
+    """Returns how many parameters are kept that the trainer has replaced since."""
+    sources = Replicas("none")
+    ranks, is_leader = trainer_ranks(TP)
+    engine = ServingEngine(tp=TP) if is_leader else None
+    if engine is not None:
+        named = [(name, tensor.clone()) for name, tensor in sources.exported().items()]
+        engine.models = [EngineModel(rank, named) for rank in range(TP)]
+    settings = {"bucket_bytes": 2048, "manifest_check": "off", "free_cache_engine": False}
+    weight_sync = colocated(engine, "compiled", ranks, routes=["pull"], **settings)
+
+    def failing():
+        for number, pair in enumerate(sources.export()):
+            if number == len(sources.parameters) - 1:
+                raise RuntimeError("no memory for the last one")
+            yield pair
+
+    with pytest.raises(WeightSyncError, match="no memory for the last one"):
+        synced(weight_sync, Reexport(failing, sources=sources))
+    assert sources.num_traces, "nothing was traced"
+    kept = [weakref.ref(tensor) for tensor in sources.parameters.values()]
+    sources.parameters = {name: t.clone() for name, t in sources.parameters.items()}
+    gc.collect()
+    return sum(each() is not None for each in kept)
+
+
+def test_a_failed_export_keeps_no_parameters(pool):
+    assert pool.run(kept_by_a_failed_export) == [0] * WORLD_SIZE
 
 
 class Experts:

@@ -159,6 +159,10 @@ class SourceMap:
             return False
         return _compared_shards(self._trace[0]) == _compared_shards(traced)
 
+    def forget_own(self) -> None:
+        """Drop this rank's own trace after a failed sync. It keeps parameters alive."""
+        self._own_trace = self._merged_own = None
+
     def is_traced(self, export: Iterable[NamedTensor]) -> bool:
         """Return True if the last trace matches this rank's parameters."""
         return _holds(self._trace, export)

@@ -174,6 +174,7 @@ class WeightSync:
                     Sessions(self._ranks, self._settings, report).fail(error, can_repeat=False)
         except BaseException as error:
             self._route.forget()  # the next sync is made as the first one was
+            self._source_map.forget_own()
             drop_frames(error)  # its text has those that matter
             raise
 
