@@ -230,7 +230,7 @@ def test_random_weights_lock_admits_the_first_sync():
         async with manager.model_update_lock.reader_lock:
             await manager.update()
             with pytest.raises(TimeoutError):
-                await manager.update()
+                await manager.update(0.3)
 
     asyncio.run(run())
 
