@@ -18,7 +18,7 @@ def misplaced(export: Iterable[tuple[str, torch.Tensor]], source_map: Any, ranks
     from verl_sglang_sync.sources.snapshot import memory_of
 
     traced, rank, full = source_map.traced, dist.get_rank(), dict(export)
-    now = source_map.current(export, traced)
+    now = source_map.parameters(export, traced)
     own = {
         number: memory_of(now[parameter.source])
         for number, parameter in enumerate(traced.parameters)

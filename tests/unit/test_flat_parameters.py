@@ -114,11 +114,11 @@ def replace_data():
     models = []
     export, source_map, _ = traced("dense", change=models.append)
     list(export)  # FSDP1 notes them
-    source_map.current(export, source_map.traced)
+    source_map.parameters(export, source_map.traced)
     for parameter in models[0].parameters():
         parameter.data = parameter.data.clone()
     try:
-        source_map.current(export, source_map.traced)
+        source_map.parameters(export, source_map.traced)
     except SourcesChanged as error:
         return str(error)
 
@@ -182,12 +182,12 @@ def restructure(change):
     """How it is noticed that a layer is not what FSDP1 has wrapped, and why that has no trace."""
     models = []
     export, source_map, _ = traced("dense", change=models.append)
-    source_map.current(export, source_map.traced)
+    source_map.parameters(export, source_map.traced)
     layer = models[0].model.layers[0]._fsdp_wrapped_module
     CHANGES[change][0](layer)
     noticed = None
     try:
-        source_map.current(export, source_map.traced)
+        source_map.parameters(export, source_map.traced)
     except SourcesChanged as error:
         noticed = str(error)
     return noticed, source_map.trace(export)

@@ -46,7 +46,7 @@ def compare(rows, drifting, tp, drifting_later=()):
     traced = source_map.traced
 
     def difference():
-        return differing_copies(traced, source_map.current(export, traced), ranks, CPU)
+        return differing_copies(traced, source_map.parameters(export, traced), ranks, CPU)
 
     before = difference()
     if dist.get_rank() in drifting:

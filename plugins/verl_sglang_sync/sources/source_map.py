@@ -3,7 +3,7 @@
     source_map = SourceMap(ranks, device)
     reason = source_map.trace(export)             # collective: None, or why there is no trace
     source_map.traced.tensors["lm_head.weight"]   # which bytes of which parameter
-    parameters = source_map.current(export, traced)    # raises if the parameters were replaced
+    parameters = source_map.parameters(export, traced)    # raises if the parameters were replaced
     comparison = source_map.begin_comparison(export)    # collective: trace, and prove the trace
     comparison = source_map.compare_while_exported(export)   # the same, later if possible
 
@@ -102,7 +102,7 @@ class SourceMap:
         """
         if (reason := self.trace(export)) is not None:
             return Comparison(None, dict, self._device, reason)
-        return Comparison(self.traced, partial(self.current, export, self.traced), self._device)
+        return Comparison(self.traced, partial(self.parameters, export, self.traced), self._device)
 
     def compare_while_exported(self, export: Iterable[NamedTensor]) -> Comparison:
         """Begin to compare an export that is about to be made.
@@ -122,7 +122,7 @@ class SourceMap:
         """Merge the ranks' traces once the export has been compared. Collective.
 
         If a trace that was made in the export has failed its comparison on any rank, each rank
-        traces every conversion. Then `is_current` is False, and a new export must be compared.
+        traces every conversion. Then `was_compared` is False, and a new export must be compared.
 
         Returns:
             As `trace`.
@@ -139,8 +139,8 @@ class SourceMap:
                 logger.warning(RETRACES, problem.text)
         return self.trace(export)
 
-    def is_current(self, comparison: Comparison, export: Iterable[NamedTensor]) -> bool:
-        """Return True if a comparison stands for one with the last trace. Collective."""
+    def was_compared(self, comparison: Comparison, export: Iterable[NamedTensor]) -> bool:
+        """Return True if a comparison was one with the last trace, on all ranks. Collective."""
         stands = self._stands(comparison) and self.is_traced(export)
         self._merged_own = None  # it keeps parameters alive
         return self._ranks.all(stands)
@@ -248,7 +248,7 @@ class SourceMap:
             return None, Reason(str(error), is_final=True)
         return (replace(merged, quantization=traced.quantization), snapshot), None
 
-    def current(self, export: object, traced: TracedExport) -> Mapping[str, torch.Tensor]:
+    def parameters(self, export: object, traced: TracedExport) -> Mapping[str, torch.Tensor]:
         """Return this rank's parameters by name, wherever they lie.
 
         Args:

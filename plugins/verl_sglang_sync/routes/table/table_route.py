@@ -313,12 +313,12 @@ class TableRoute(Route):
         reason = self._source_map.settle(comparison, export.weights)
         if reason is not None:
             return reason
-        if not self._source_map.is_current(comparison, export.weights):
+        if not self._source_map.was_compared(comparison, export.weights):
             comparison = self._source_map.begin_comparison(export.weights)
             new_export = unquantized(export.weights) if comparison.traced is not None else ()
         if comparison.traced is not None:
             # A comparison may have a rank's own trace, which does not name the others' copies.
-            self._check_current(self._source_map.traced, export.weights)
+            self._check_copies_of(self._source_map.traced, export.weights)
 
         def finish() -> Reason | None:
             for pair in new_export:
@@ -330,16 +330,16 @@ class TableRoute(Route):
 
     def check_copies(self, weights: Iterable[NamedTensor]) -> None:
         if self._plan is not None and self.is_prepared:
-            self._check_current(self._plan.traced, weights)
+            self._check_copies_of(self._plan.traced, weights)
 
-    def _check_current(self, traced: TracedExport, weights: Iterable[NamedTensor]) -> None:
+    def _check_copies_of(self, traced: TracedExport, weights: Iterable[NamedTensor]) -> None:
         """Check that the TP ranks of each engine get parts of one model. Collective.
 
         Raises:
             WeightSyncError: an engine would get parts of different models.
         """
         sources, _ = self._ranks.step(
-            partial(self._source_map.current, weights, traced), passing=(SourcesChanged,)
+            partial(self._source_map.parameters, weights, traced), passing=(SourcesChanged,)
         )
         if sources is None:
             return
@@ -406,7 +406,7 @@ class TableRoute(Route):
             A snapshot, to detect changes later, and the table for the other ranks.
         """
         assert self._plan is not None, "a trace is needed first"
-        sources = self._source_map.current(weights, self._plan.traced)
+        sources = self._source_map.parameters(weights, self._plan.traced)
         if is_offloaded(weights):
             # The parameters return in other memory, so the names of earlier blocks are outdated.
             self._block_names = BlockNames()
