@@ -82,6 +82,16 @@ def test_whatever_changes_the_state_is_noticed(change):
         snapshot.require_unchanged(module_state(module)())
 
 
+@pytest.mark.parametrize("with_addresses", [True, False])
+def test_memory_that_was_freed_in_place_is_noticed(with_addresses):
+    tensors = {"weight": torch.ones(8), "bias": torch.ones(1)}
+    snapshot = SourcesSnapshot(tensors, with_addresses=with_addresses)
+    snapshot.require_unchanged(tensors)
+    tensors["weight"].untyped_storage().resize_(0)
+    with pytest.raises(SourcesChanged, match=r"^weight is not what"):
+        snapshot.require_unchanged(tensors)
+
+
 def test_moved_views_are_noticed_missing_ones_counted():
     buffer = torch.ones(8)
     snapshot = SourcesSnapshot({"weight": buffer[:4], "bias": torch.ones(1)})

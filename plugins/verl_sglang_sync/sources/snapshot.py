@@ -77,8 +77,8 @@ def require_sources(export: object) -> Sources:
 class SourcesSnapshot:
     """A snapshot of some tensors' properties, without their values. It keeps no memory alive.
 
-    The properties are dtype, shape, strides and placement, and the addresses or, without these,
-    which tensors share a storage.
+    The properties are dtype, shape, strides and placement, whether there is memory, and the
+    addresses or, without these, which tensors share a storage.
 
     Args:
         tensors: the tensors, by name.
@@ -147,7 +147,8 @@ class SourcesSnapshot:
         for start in range(0, len(tensors), NUM_TOGETHER):
             chunk = tensors[start : start + NUM_TOGETHER]
             locals_ = locals_of(chunk)
-            storages = [local.untyped_storage()._cdata for local in locals_]
+            held = [local.untyped_storage() for local in locals_]
+            storages = [storage._cdata for storage in held]
             if self._with_addresses:
                 places = list(map(torch.Tensor.data_ptr, locals_))
             else:
@@ -159,6 +160,8 @@ class SourcesSnapshot:
                 places = [int(local.storage_offset()) for local in locals_]
             yield (
                 *(storages, places, list(map(torch.Tensor.stride, locals_))),
+                # Megatron's offload empties a storage that stays the same.
+                [storage.nbytes() > 0 for storage in held],
                 [local.shape for local in locals_],
                 [local.dtype for local in locals_],
                 [local.device for local in locals_],
