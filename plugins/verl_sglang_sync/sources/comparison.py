@@ -55,6 +55,7 @@ class Comparison:
         self.names: set[str] = set()
         self._differences: list[tuple[str, torch.Tensor]] = []  # bools on the device
         self._pending_bytes = 0
+        self._rank = own_rank()
 
     def add(self, exported: Iterable[NamedTensor]) -> None:
         """Compare exported tensors. An error is kept as the `problem`, and never raised."""
@@ -117,7 +118,7 @@ class Comparison:
             start += origin.bytes.nbytes
             for shard, copy in shard_copies(origin.bytes, owners.starts, everything):
                 # A rank is nearest to itself, so each rank compares all copies that it holds.
-                if owners.owner_of(shard, own_rank()) != own_rank():
+                if owners.owner_of(shard, self._rank) != self._rank:
                     continue
                 if (memory := self._shards.get(parameter)) is None:
                     source = self.traced.parameters[parameter].source

@@ -249,6 +249,7 @@ class _TensorsMade(Mapping[str, TracedTensor]):
         self._device = device
         self._examples: dict[object, tuple[list[NamedShape], list[list[_Part]]]] = {}
         self._expected: dict[str, list[_Expected]] = {}  # by the first source of a conversion
+        self._found: dict[str, TracedTensor] = {}  # each name is matched with its example once
 
     def __getitem__(self, name: str) -> TracedTensor:
         source, number, first, is_repeated = self._made[name]
@@ -256,10 +257,13 @@ class _TensorsMade(Mapping[str, TracedTensor]):
             raise KeyError(name)
         if is_repeated:
             raise NotTraceable(f"{name} is made of two parameters")
+        if (found := self._found.get(name)) is not None:
+            return found
         expected = self._expected_of(self._conversions[source])
         relative = _relative_name(name, first)
         if number >= len(expected) or expected[number].relative_name != relative:
             raise NotTraceable(f"{source} becomes {name}, which others of its kind do not")
+        self._found[name] = expected[number].tensor
         return expected[number].tensor
 
     def _expected_of(self, conversion: Conversion) -> list[_Expected]:
