@@ -6,6 +6,7 @@ the model. Here every parameter is replicated.
 
 import gc
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -147,8 +148,12 @@ def test_own_traces_are_merged_and_compared(pool, fault, ending, state, reason, 
         assert seen[3] == num_exports
 
 
-def kept_by_a_failed_export():
-    """Returns how many parameters are kept that the trainer has replaced since."""
+def syncs_of_emptied_parameters():
+    """Returns the exports begun by each of four syncs, and what is wrong after the third.
+
+    Before the third one the parameters lose their memory, as when verl's engine is told to move to
+    the host. An export brings them back.
+    """
     sources = Replicas("none")
     ranks, is_leader = trainer_ranks(TP)
     engine = ServingEngine(tp=TP) if is_leader else None
@@ -156,25 +161,79 @@ def kept_by_a_failed_export():
         named = [(name, tensor.clone()) for name, tensor in sources.exported().items()]
         engine.models = [EngineModel(rank, named) for rank in range(TP)]
     settings = {"bucket_bytes": 2048, "manifest_check": "off", "free_cache_engine": False}
+    weight_sync = colocated(engine, "compiled", ranks, routes=["exchange"], **settings)
+    parameters = sources.parameters = {n: t.clone() for n, t in sources.parameters.items()}
+    on_host = {}
+
+    def loading():
+        for name, values in on_host.items():
+            parameters[name].untyped_storage().resize_(values.nbytes)
+            parameters[name].copy_(values)
+        on_host.clear()
+        yield from sources.export()
+
+    num_exports, wrong = [], []
+    for number in range(4):
+        if number == 2:
+            on_host.update({name: tensor + 1 for name, tensor in parameters.items()})
+            for tensor in parameters.values():
+                tensor.untyped_storage().resize_(0)
+        before = sources.num_exports
+        synced(weight_sync, Reexport(loading, sources=sources))
+        num_exports.append(sources.num_exports - before)
+        if number == 2:
+            models = engine.models if engine is not None else []
+            wrong = sorted({name for model in models for name in model.wrong(parameters)})
+    return num_exports, wrong
+
+
+def test_parameters_without_memory_are_exported(pool):
+    for seen in pool.run(syncs_of_emptied_parameters):
+        assert seen == ([1, 0, 1, 0], [])
+
+
+class KeepingModel(EngineModel):
+    """A model that keeps a tensor, so that its engine has no load plan."""
+
+    def load_weights(self, weights):
+        (_, self.kept), *_ = weights = list(weights)
+        super().load_weights(weights)
+
+
+def kept_by_a_sync(fails):
+    """Returns how many parameters are kept that the trainer has replaced since.
+
+    In the sync the export `fails`, or else no engine gets a load plan, so that nothing is learnt.
+    """
+    sources = Replicas("none")
+    ranks, is_leader = trainer_ranks(TP)
+    engine = ServingEngine(tp=TP) if is_leader else None
+    if engine is not None:
+        named = [(name, tensor.clone()) for name, tensor in sources.exported().items()]
+        engine.models = [KeepingModel(rank, named) for rank in range(TP)]
+    settings = {"bucket_bytes": 2048, "manifest_check": "off", "free_cache_engine": False}
     weight_sync = colocated(engine, "compiled", ranks, routes=["pull"], **settings)
 
-    def failing():
+    def export():
         for number, pair in enumerate(sources.export()):
-            if number == len(sources.parameters) - 1:
+            if fails and number == len(sources.parameters) - 1:
                 raise RuntimeError("no memory for the last one")
             yield pair
 
-    with pytest.raises(WeightSyncError, match="no memory for the last one"):
-        synced(weight_sync, Reexport(failing, sources=sources))
+    expected = pytest.raises(WeightSyncError, match="no memory for the last one")
+    with expected if fails else nullcontext():
+        synced(weight_sync, Reexport(export, sources=sources))
     assert sources.num_traces, "nothing was traced"
+    assert weight_sync._route.state.name == "UNTRIED", "something was learnt"
     kept = [weakref.ref(tensor) for tensor in sources.parameters.values()]
     sources.parameters = {name: t.clone() for name, t in sources.parameters.items()}
     gc.collect()
     return sum(each() is not None for each in kept)
 
 
-def test_a_failed_export_keeps_no_parameters(pool):
-    assert pool.run(kept_by_a_failed_export) == [0] * WORLD_SIZE
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_sync_without_learning_keeps_no_parameters(pool, fails):
+    assert pool.run(kept_by_a_sync, fails) == [0] * WORLD_SIZE
 
 
 class Experts:

@@ -97,11 +97,14 @@ class TracedExport:
     quantization: Quantization | None = None
     others: Container[str] = ()
 
+    @property
+    def is_whole(self) -> bool:
+        """True if the trace grows no more, and keeps no parameter alive."""
+        return isinstance(self.tensors, dict)
+
     def whole(self) -> TracedExport:
-        """Return the trace of an export that has been made. It grows no more, and keeps no
-        parameter alive.
-        """
-        if isinstance(self.tensors, dict):
+        """Return the trace of an export that has been made, which `is_whole`."""
+        if self.is_whole:
             return self
         tensors = dict(self.tensors)  # looks up what was not looked up yet
         return TracedExport(tuple(self.parameters), tensors, self.quantization)

@@ -159,9 +159,11 @@ class SourceMap:
             return False
         return _compared_shards(self._trace[0]) == _compared_shards(traced)
 
-    def forget_own(self) -> None:
-        """Drop this rank's own trace after a failed sync. It keeps parameters alive."""
-        self._own_trace = self._merged_own = None
+    def end_sync(self) -> None:
+        """Drop what keeps parameters alive: a trace of this rank that was not merged."""
+        self._merged_own = None
+        if self._own_trace is not None and not self._own_trace[0].is_whole:
+            self._own_trace = None
 
     def is_traced(self, export: Iterable[NamedTensor]) -> bool:
         """Return True if the last trace matches this rank's parameters."""

@@ -174,9 +174,10 @@ class WeightSync:
                     Sessions(self._ranks, self._settings, report).fail(error, can_repeat=False)
         except BaseException as error:
             self._route.forget()  # the next sync is made as the first one was
-            self._source_map.forget_own()
             drop_frames(error)  # its text has those that matter
             raise
+        finally:
+            self._source_map.end_sync()
 
     def _sync(self, task: SyncTask) -> None:
         """Send new weights, and prove what is not proven yet."""
