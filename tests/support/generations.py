@@ -2,8 +2,8 @@
 each batch when it has trained on them.
 
 One JSON object a line, in the file that the environment variable `GENERATIONS` names. While the
-trainer trains on a batch, and until the sync after it, the file that `TRAINING` names is there. The
-training begins when the engine has begun a few passes since, if it has anything to do.
+trainer trains on a batch, and until the sync after it, the file that `TRAINING` names is there. In
+the second step the training begins when the engine has begun a few passes since.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Any
 import transfer_queue
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 
-PASSES, PASSES_S = 4, 20.0  # the slow model notes each with a byte in the file; it may be idle
+STEP, PASSES, LIMIT_S = 2, 4, 120.0  # the slow model notes each pass with a byte in the file
 TENSORS = ["prompts", "responses", "rollout_log_probs"]
 VERSIONS = ("min_global_steps", "max_global_steps", "weight_versions")
 
@@ -40,9 +40,10 @@ def kv_clear(keys: list[str], partition_id: str) -> None:
 
 def on_sample_end(self: Any) -> None:
     _on_sample_end(self)
-    file, deadline = Path(os.environ["TRAINING"]), time.monotonic() + PASSES_S
+    file, deadline = Path(os.environ["TRAINING"]), time.monotonic() + LIMIT_S
     file.touch()
-    while file.stat().st_size < PASSES and time.monotonic() < deadline:
+    while self.global_steps == STEP and file.stat().st_size < PASSES:
+        assert time.monotonic() < deadline, "the engine has nothing to do"
         time.sleep(0.1)
 
 
