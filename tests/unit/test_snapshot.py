@@ -92,6 +92,12 @@ def test_memory_that_was_freed_in_place_is_noticed(with_addresses):
         snapshot.require_unchanged(tensors)
 
 
+def test_an_empty_shard_needs_no_memory():
+    buffer, others = torch.ones(8), {"bias": torch.ones(1)}
+    snapshot = SourcesSnapshot({"weight": buffer[:0], **others}, with_addresses=False)
+    snapshot.require_unchanged({"weight": torch.ones(0), **others})
+
+
 def test_moved_views_are_noticed_missing_ones_counted():
     buffer = torch.ones(8)
     snapshot = SourcesSnapshot({"weight": buffer[:4], "bias": torch.ones(1)})

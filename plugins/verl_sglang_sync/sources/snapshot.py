@@ -160,8 +160,12 @@ class SourcesSnapshot:
                 places = [int(local.storage_offset()) for local in locals_]
             yield (
                 *(storages, places, list(map(torch.Tensor.stride, locals_))),
-                # Megatron's offload empties a storage that stays the same.
-                [storage.nbytes() > 0 for storage in held],
+                # Megatron's offload empties a storage that stays the same. A part without elements
+                # needs no memory.
+                [
+                    storage.nbytes() > 0 or local.numel() == 0
+                    for storage, local in zip(held, locals_, strict=True)
+                ],
                 [local.shape for local in locals_],
                 [local.dtype for local in locals_],
                 [local.device for local in locals_],
