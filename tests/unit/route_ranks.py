@@ -250,6 +250,23 @@ class Seen:
     report: dict[str, Any] = field(default_factory=dict)
 
 
+def engine_and_sync(exported, *, bucket_bytes, routes, model=EngineModel, **keys):
+    """The engine that this trainer rank leads, or None, and its weight sync, which may learn.
+
+    Args:
+        exported: names and tensors that the engine has at first.
+        model: makes the model of an engine rank.
+        keys: of the preset.
+    """
+    ranks, is_leader = trainer_ranks(TP)
+    engine = ServingEngine(tp=TP) if is_leader else None
+    if engine is not None:
+        engine.models = [model(rank, exported) for rank in range(TP)]
+    keys = {"manifest_check": "off", "free_cache_engine": False, **keys}
+    sizes = {"bucket_bytes": bucket_bytes, "routes": routes}
+    return engine, colocated(engine, "compiled", ranks, **sizes, **keys)
+
+
 class Rank:
     """One rank of a trainer that syncs one model to real sessions of engines with `TP` ranks.
 
@@ -277,21 +294,12 @@ class Rank:
         if is_shared:
             for tensor in [*self.model.parameters(), *self.model.buffers()]:
                 local_of(tensor).untyped_storage().share_memory_()
-        ranks, is_leader = trainer_ranks(TP)
         self.export = self.exports(export_of(self.model, is_offloaded=is_offloaded))
-        exported = list(exported_tensors(self.export).items())
-        self.engine = ServingEngine(tp=TP) if is_leader else None
-        if self.engine is not None:
-            self.engine.models = [EngineModel(rank, exported) for rank in range(TP)]
-        self.weight_sync = colocated(
-            self.engine,
-            "compiled",
-            ranks,
+        self.engine, self.weight_sync = engine_and_sync(
+            list(exported_tensors(self.export).items()),
             bucket_bytes=BUCKET_BYTES,
-            prove_every_n_syncs=prove,
             routes=["pull", "exchange"] if route == "both" else [route],
-            manifest_check="off",
-            free_cache_engine=False,
+            prove_every_n_syncs=prove,
             **keys,
         )
         self.route = self.weight_sync._route

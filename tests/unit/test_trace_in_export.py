@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from unit.route_ranks import TP, EngineModel
-from unit.serving_engine import ServingEngine, colocated, synced
-from unit.trainer_ranks import WORLD_SIZE, trainer_ranks
+from unit.route_ranks import EngineModel, engine_and_sync
+from unit.serving_engine import synced
+from unit.trainer_ranks import WORLD_SIZE
 from verl_sglang_sync import WeightSyncError
 from verl_sglang_sync.sources.conversion_trace import (
     Conversion,
@@ -29,6 +29,7 @@ from verl_sglang_sync.sources.export_trace import NotTraceable, TracedParameter
 from verl_sglang_sync.sources.owners import Owners
 
 FIRST, SECOND = "m.0.weight", "m.1.weight"
+PULL = {"bucket_bytes": 2048, "routes": ["pull"]}
 
 
 class Replicas:
@@ -106,15 +107,9 @@ class Replicas:
 def first_sync(fault):
     """Returns how it ended, the route's state and reason, and how often this rank exported."""
     sources = Replicas(fault)
-    ranks, is_leader = trainer_ranks(TP)
-    engine = ServingEngine(tp=TP) if is_leader else None
-    if engine is not None:
-        named = list(sources.exported().items())
-        engine.models = [EngineModel(rank, named) for rank in range(TP)]
+    _, weight_sync = engine_and_sync(sources.exported().items(), **PULL)
     if fault == "copies differ" and dist.get_rank() == 3:
         sources.parameters[SECOND][5, 7] += 1
-    settings = {"bucket_bytes": 2048, "manifest_check": "off", "free_cache_engine": False}
-    weight_sync = colocated(engine, "compiled", ranks, routes=["pull"], **settings)
     ending = "good"
     try:
         synced(weight_sync, Reexport(sources.export, sources=sources))
@@ -155,13 +150,8 @@ def syncs_of_emptied_parameters():
     the host. An export brings them back.
     """
     sources = Replicas("none")
-    ranks, is_leader = trainer_ranks(TP)
-    engine = ServingEngine(tp=TP) if is_leader else None
-    if engine is not None:
-        named = [(name, tensor.clone()) for name, tensor in sources.exported().items()]
-        engine.models = [EngineModel(rank, named) for rank in range(TP)]
-    settings = {"bucket_bytes": 2048, "manifest_check": "off", "free_cache_engine": False}
-    weight_sync = colocated(engine, "compiled", ranks, routes=["exchange"], **settings)
+    exchange = {**PULL, "routes": ["exchange"]}
+    engine, weight_sync = engine_and_sync(sources.exported().items(), **exchange)
     parameters = sources.parameters = {n: t.clone() for n, t in sources.parameters.items()}
     on_host = {}
 
@@ -206,13 +196,7 @@ def kept_by_a_sync(fails):
     In the sync the export `fails`, or else no engine gets a load plan, so that nothing is learnt.
     """
     sources = Replicas("none")
-    ranks, is_leader = trainer_ranks(TP)
-    engine = ServingEngine(tp=TP) if is_leader else None
-    if engine is not None:
-        named = [(name, tensor.clone()) for name, tensor in sources.exported().items()]
-        engine.models = [KeepingModel(rank, named) for rank in range(TP)]
-    settings = {"bucket_bytes": 2048, "manifest_check": "off", "free_cache_engine": False}
-    weight_sync = colocated(engine, "compiled", ranks, routes=["pull"], **settings)
+    _, weight_sync = engine_and_sync(sources.exported().items(), model=KeepingModel, **PULL)
 
     def export():
         for number, pair in enumerate(sources.export()):
@@ -306,13 +290,8 @@ class Experts:
 def two_syncs(unlike):
     """Returns the route's state, exports of the first sync, and what was wrong after the second."""
     sources = Experts(unlike)
-    ranks, is_leader = trainer_ranks(TP)
     named = [pair for _, pairs in sources.converted() for pair in pairs]
-    engine = ServingEngine(tp=TP) if is_leader else None
-    if engine is not None:
-        engine.models = [EngineModel(rank, named) for rank in range(TP)]
-    settings = {"bucket_bytes": 2048, "manifest_check": "off", "free_cache_engine": False}
-    weight_sync = colocated(engine, "compiled", ranks, routes=["pull"], **settings)
+    engine, weight_sync = engine_and_sync(named, **PULL)
     synced(weight_sync, Reexport(sources.export, sources=sources))
     num_exports = sources.num_exports
     sources.step()
