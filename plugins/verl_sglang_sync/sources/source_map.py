@@ -141,9 +141,7 @@ class SourceMap:
 
     def was_compared(self, comparison: Comparison, export: Iterable[NamedTensor]) -> bool:
         """Return True if a comparison was one with the last trace, on all ranks. Collective."""
-        stands = self._stands(comparison) and self.is_traced(export)
-        self._merged_own = None  # it keeps parameters alive
-        return self._ranks.all(stands)
+        return self._ranks.all(self._stands(comparison) and self.is_traced(export))
 
     def _stands(self, comparison: Comparison) -> bool:
         traced = comparison.traced
@@ -160,7 +158,7 @@ class SourceMap:
         return _compared_shards(self._trace[0]) == _compared_shards(traced)
 
     def end_sync(self) -> None:
-        """Drop what keeps parameters alive: a trace of this rank that was not merged."""
+        """Drop this rank's own traces if they keep parameters alive."""
         self._merged_own = None
         if self._own_trace is not None and not self._own_trace[0].is_whole:
             self._own_trace = None
