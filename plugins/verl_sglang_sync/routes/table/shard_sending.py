@@ -144,10 +144,10 @@ class ShardSending:
 
     def _shards(self, traced: TracedExport, weights: Iterable[NamedTensor]) -> list[torch.Tensor]:
         """Return this rank's shards, by parameter. The shard is empty if the rank holds none."""
-        sources = self._source_map.parameters(weights, traced)
+        sources, own = self._source_map.parameters(weights, traced), own_rank()
         nothing = torch.empty(0, device=self._device)
         return [
-            sources[parameter.source] if parameter.owners.is_held_by(own_rank()) else nothing
+            sources[parameter.source] if parameter.owners.is_held_by(own) else nothing
             for parameter in traced.parameters
         ]
 
