@@ -89,11 +89,11 @@ class SourcesSnapshot:
         self._with_addresses = with_addresses
         self._names = list(tensors)
         self._snapshot = list(self._columns(list(tensors.values())))
-        locals_ = locals_of(list(tensors.values())) if with_addresses else []
+        located = tensors if with_addresses else {}
         # By storage, with the name of a tensor in it: Megatron has thousands of tensors in one.
         # While these weak references live, no new storage gets the identity of one in the snapshot.
         self._refs: dict[int, tuple[str, StorageWeakRef]] = {}
-        for name, local in zip(tensors, locals_, strict=False):
+        for name, local in zip(located, locals_of(list(located.values())), strict=True):
             storage = local.untyped_storage()
             if storage._cdata not in self._refs:
                 self._refs[storage._cdata] = name, StorageWeakRef(storage)
