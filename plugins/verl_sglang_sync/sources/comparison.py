@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 
 import torch
 
@@ -26,8 +27,40 @@ from verl_sglang_sync.sources.export_trace import NotTraceable, TracedExport
 from verl_sglang_sync.sources.snapshot import Sources, SourcesChanged, memory_of
 from verl_sglang_sync.trainer_ranks import own_rank
 
-MAX_PENDING_BYTES = 1 << 30
-"""Limit of exported tensors that the device has yet to compare. They occupy memory until then."""
+MAX_PENDING_BYTES = 1 << 29
+"""Bytes of exported tensors after which results are read back. The host waits for the results
+before these, so the device has twice as many bytes to compare at most. They occupy memory."""
+
+
+@dataclass(frozen=True)
+class _Results:
+    """Results that the device has begun to copy to the host.
+
+    Attributes:
+        names: of the tensors, one for each result.
+        differ: bools in the host's memory.
+        copied: is recorded after the copy, or None on a CPU.
+    """
+
+    names: list[str]
+    differ: torch.Tensor
+    copied: torch.cuda.Event | None
+
+    @classmethod
+    def begin(cls, differences: list[tuple[str, torch.Tensor]], device: torch.device) -> _Results:
+        """Begin to copy the results, given bools on the device by name."""
+        bools = torch.stack([differs.to(device) for _, differs in differences])
+        differ, copied = bools.to("cpu", non_blocking=True), None
+        if device.type == "cuda":
+            copied = torch.cuda.Event()
+            copied.record()
+        return cls([name for name, _ in differences], differ, copied)
+
+    def first(self) -> str | None:
+        """Wait for the copy, and return the name of the first tensor that differs, or None."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return next(compress(self.names, self.differ.tolist()), None)
 
 
 @dataclass(eq=False)
@@ -55,6 +88,7 @@ class Comparison:
         self.names: set[str] = set()
         self._differences: list[tuple[str, torch.Tensor]] = []  # bools on the device
         self._pending_bytes = 0
+        self._results: _Results | None = None
         self._rank = own_rank()
 
     def add(self, exported: Iterable[NamedTensor]) -> None:
@@ -67,7 +101,8 @@ class Comparison:
 
     def finish(self) -> Reason | None:
         """Return the first difference on this rank, or the error, or None if all is equal."""
-        self._wait()
+        self._read_back()
+        self._read_back()  # the results of what was pending
         self._parameters, self._shards = None, {}
         if self.problem is None and self.traced is not None:
             others = self.traced.others
@@ -87,7 +122,7 @@ class Comparison:
             self._differences += [(name, differs) for differs in self._compare(name, exported)]
             self._pending_bytes += exported.nbytes
             if self._pending_bytes > MAX_PENDING_BYTES:
-                self._wait()
+                self._read_back()
 
     def _compare(self, name: str, exported: torch.Tensor) -> list[torch.Tensor]:
         """Compare a tensor with its parameter.
@@ -130,21 +165,20 @@ class Comparison:
                     differences.append((part != whole).any())
         return differences
 
-    def _wait(self) -> None:
-        """Wait for the comparisons that the device has begun, and keep the first difference."""
+    def _read_back(self) -> None:
+        """Begin to copy the pending results, and wait for those before. Keep the first problem."""
         pending, self._differences, self._pending_bytes = self._differences, [], 0
-        if not pending or self.problem is not None:
+        results, self._results = self._results, None
+        if self.problem is not None:
             return
 
-        def read_back() -> list[bool]:
-            differences: list[bool] = torch.stack(
-                [differs.to(self.device) for _, differs in pending]
-            ).tolist()
-            return differences
+        def read_back() -> str | None:
+            # Many results in one copy, and the device has work while the host waits.
+            if pending:
+                self._results = _Results.begin(pending, self.device)
+            return None if results is None else results.first()
 
-        # One wait for many tensors: each one stops the host until the device has caught up.
-        differences, self.problem = attempt(read_back)
-        if differences is not None and True in differences:
-            name, _ = pending[differences.index(True)]
+        name, self.problem = attempt(read_back)
+        if name is not None:
             text = f"{name} is exported with other bytes than its parameter has"
             self.problem = Reason(text, is_final=True)
