@@ -42,7 +42,7 @@ GPU = (
     # As verl launches it. Sampling backend and prefill CUDA graphs are SGLang's defaults.
     *("--dtype", "bfloat16", "--attention-backend", "flashinfer", "--enable-memory-saver"),
     "--enable-weights-cpu-backup",
-    *("--cuda-graph-max-bs", "4"),  # fewer sizes of decode graphs than by default
+    *("--cuda-graph-max-bs-decode", "4"),  # fewer sizes of decode graphs than by default
 )
 
 
