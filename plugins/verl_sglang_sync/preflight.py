@@ -1,15 +1,17 @@
 """Check of a whole recipe before Ray starts. All combinations that cannot work are named at once.
 
-`examine` reads nothing but the config, so `doctor` calls it, too.
+`examine` reads nothing but the config and SGLang's version, so `doctor` calls it, too.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from packaging.version import Version
 
 from verl_sglang_sync.config import (
     BACKEND_KEY,
@@ -227,7 +229,22 @@ def _check_graphs(config: DictConfig, settings: WeightSyncConfig) -> Iterator[st
                 f"{key}={value} with {SECTION}.release_cuda_graphs=True: SGLang makes no graphs "
                 "that can be released. Allowed: another value, or release_cuda_graphs=False"
             )
+    is_chosen = any(OmegaConf.select(config, key) for key in _PREFILL_GRAPHS)
+    if not is_chosen and Version(version("sglang")) >= _BREAKABLE_BY_DEFAULT:
+        yield (
+            f"{_PREFILL_GRAPHS[0]}=None with {SECTION}.release_cuda_graphs=True: SGLang "
+            f"{version('sglang')} would make breakable graphs of prefills, which cannot be "
+            "released, and not start. Allowed: 'disabled', or release_cuda_graphs=False"
+        )
 
+
+_BREAKABLE_BY_DEFAULT = Version("0.5.15")
+_PREFILL_GRAPHS = (
+    f"{ENGINE}.cuda_graph_backend_prefill",
+    f"{ENGINE}.disable_prefill_cuda_graph",
+    f"{ENGINE}.cuda_graph_config",
+)
+"""Keys by which a recipe chooses the graphs of prefills."""
 
 _NO_GRAPHS_TO_RELEASE = (
     (f"{ROLLOUT}.enforce_eager", True),

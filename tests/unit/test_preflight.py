@@ -1,10 +1,13 @@
 """The check of a whole recipe: what cannot run is named before anything starts."""
 
 import logging
+import re
 
 import pytest
 from omegaconf import OmegaConf
+from sglang.srt.model_executor import cuda_graph_config
 
+from sglang_loader.upstream import sglang_version
 from unit.composed_recipe import ROLLOUT, SECTION, compose
 from verl_sglang_sync.config import COMPILED_KEYS, PRESET_KEYS
 from verl_sglang_sync.preflight import RecipeError, check_recipe, with_recipe_check
@@ -49,7 +52,7 @@ DELTAS = {
     "trainer.v1.trainer_mode": "separate_async",
 }
 GRAPHS = {f"{SECTION}.release_cuda_graphs": True}
-BREAKABLE = f"{ROLLOUT}.engine_kwargs.sglang.cuda_graph_backend_prefill"
+PREFILL = f"{ROLLOUT}.engine_kwargs.sglang.cuda_graph_backend_prefill"
 
 
 GOOD = {
@@ -58,7 +61,7 @@ GOOD = {
     "smallest bucket": {BUCKET: 1},
     "merged Megatron LoRA": {f"{MODEL}.lora.rank": 8, f"{MODEL}.lora.merge": True},
     "users' loaders": {LOADER: ["my.loader"]},
-    "graphs asleep": GRAPHS,
+    "graphs asleep": {**GRAPHS, PREFILL: "disabled"},
     "no graphs": {f"{ROLLOUT}.enforce_eager": True},
     "fp8": {f"{ROLLOUT}.quantization": "fp8"},
     "deltas for standalone replicas": DELTAS,
@@ -134,10 +137,21 @@ BAD = {
         [f"{ROLLOUT}.enforce_eager=True with {SECTION}.release_cuda_graphs=True: SGLang"],
     ),
     "graphs that SGLang does not release": (
-        {**GRAPHS, BREAKABLE: "breakable"},
-        [f"{BREAKABLE}=breakable with {SECTION}.release_cuda_graphs=True: SGLang"],
+        {**GRAPHS, PREFILL: "breakable"},
+        [f"{PREFILL}=breakable with {SECTION}.release_cuda_graphs=True: SGLang"],
     ),
 }
+
+
+def test_graphs_by_default_are_refused_as_sglang_does(recipe):
+    """From 0.5.15 on SGLang makes graphs of prefills by default that cannot be released."""
+    config = recipe("flattened", GRAPHS)
+    if hasattr(cuda_graph_config, "default_prefill_backend"):
+        text = f"{PREFILL}=None with {SECTION}.release_cuda_graphs=True: SGLang {sglang_version()}"
+        with pytest.raises(RecipeError, match=re.escape(text)):
+            check_recipe(config)
+    else:
+        check_recipe(config)
 
 
 @pytest.mark.parametrize(("changes", "texts"), BAD.values(), ids=BAD.keys())
@@ -285,7 +299,7 @@ def test_a_key_that_does_nothing_is_remarked(recipe, caplog, name, key):
     base, modes, without_effect = WITHOUT_EFFECT[name]
     if base != EAGLE:
         without_effect = {*without_effect, "draft_weights"}
-    changes = {**base, f"{SECTION}.{key}": OTHER_VALUES[key]}
+    changes = {**base, PREFILL: "disabled", f"{SECTION}.{key}": OTHER_VALUES[key]}
     for mode in modes:
         is_ignored = key in without_effect or (key in COMPILED_KEYS and mode != "compiled")
         caplog.clear()
@@ -307,8 +321,8 @@ def test_a_compiled_recipe_may_run_flattened(recipe, caplog):
 
 def test_keys_that_do_nothing_are_one_remark(recipe, caplog):
     keys = {"release_cuda_graphs": True, "draft_weights": "synced"}
-    asleep = {f"{ROLLOUT}.free_cache_engine": False}
-    changes = asleep | {f"{SECTION}.{key}": value for key, value in keys.items()}
+    awake = {f"{ROLLOUT}.free_cache_engine": False, PREFILL: "disabled"}
+    changes = awake | {f"{SECTION}.{key}": value for key, value in keys.items()}
     with caplog.at_level(logging.WARNING, logger="verl_sglang_sync"):
         check_recipe(recipe("compiled", changes))
     (remark,) = caplog.messages
