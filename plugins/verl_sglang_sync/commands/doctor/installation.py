@@ -35,7 +35,7 @@ SGLANG_RUNS = {
     "0.5.14": "all tests, and trainings on GPUs",
     "0.5.17": "the fast tests, and one GPU",
     "0.5.20": "its interfaces, and syncs of engines, on CPUs",
-    "0.5.23": "the fast tests, on CPUs",
+    "0.5.23": "the fast tests, and one GPU",
 }
 REPLACED = "another plugin replaced ours, or ours did not load"
 LOAD_ADVICE = "unset VERL_USE_EXTERNAL_PLUGINS and SGLANG_PLUGINS, or reinstall verl-sglang-sync"
