@@ -39,7 +39,7 @@ class _Results:
     Attributes:
         names: of the tensors, one for each result.
         differ: bools in the host's memory.
-        copied: is recorded after the copy, or None on a CPU.
+        copied: is recorded after the copy. None if the copy has been made.
     """
 
     names: list[str]
@@ -50,11 +50,12 @@ class _Results:
     def begin(cls, differences: list[tuple[str, torch.Tensor]], device: torch.device) -> _Results:
         """Begin to copy the results, given bools on the device by name."""
         bools = torch.stack([differs.to(device) for _, differs in differences])
-        differ, copied = bools.to("cpu", non_blocking=True), None
-        if device.type == "cuda":
+        names, on_gpu = [name for name, _ in differences], device.type == "cuda"
+        differ, copied = bools.to("cpu", non_blocking=on_gpu), None
+        if on_gpu:
             copied = torch.cuda.Event()
-            copied.record()
-        return cls([name for name, _ in differences], differ, copied)
+            copied.record(torch.cuda.current_stream(device))
+        return cls(names, differ, copied)
 
     def first(self) -> str | None:
         """Wait for the copy, and return the name of the first tensor that differs, or None."""
@@ -172,13 +173,14 @@ class Comparison:
         if self.problem is not None:
             return
 
-        def read_back() -> str | None:
-            # Many results in one copy, and the device has work while the host waits.
-            if pending:
-                self._results = _Results.begin(pending, self.device)
-            return None if results is None else results.first()
-
-        name, self.problem = attempt(read_back)
+        # Many results in one copy, and the device has work while the host waits.
+        if pending:
+            begin = partial(_Results.begin, pending, self.device)
+            self._results, self.problem = attempt(begin)
+        if results is None:
+            return
+        name, failed = attempt(results.first)
         if name is not None:
             text = f"{name} is exported with other bytes than its parameter has"
             self.problem = Reason(text, is_final=True)
+        self.problem = self.problem or failed
