@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 from verl_sglang_sync.config import (
     BACKEND_KEY,
@@ -223,26 +223,38 @@ def _check_disaggregated(config: DictConfig, settings: WeightSyncConfig) -> Iter
 def _check_graphs(config: DictConfig, settings: WeightSyncConfig) -> Iterator[str]:
     if not settings.release_cuda_graphs:
         return
-    for key, value in _NO_GRAPHS_TO_RELEASE:
-        if OmegaConf.select(config, key) == value:
-            yield (
-                f"{key}={value} with {SECTION}.release_cuda_graphs=True: SGLang makes no graphs "
-                "that can be released. Allowed: another value, or release_cuda_graphs=False"
-            )
+    problems = [
+        f"{key}={value} with {SECTION}.release_cuda_graphs=True: SGLang makes no graphs "
+        "that can be released. Allowed: another value, or release_cuda_graphs=False"
+        for key, value in _NO_GRAPHS_TO_RELEASE
+        if OmegaConf.select(config, key) == value
+    ]
+    yield from problems
     is_chosen = any(OmegaConf.select(config, key) for key in _PREFILL_GRAPHS)
-    if not is_chosen and Version(version("sglang")) >= _BREAKABLE_BY_DEFAULT:
+    if not (problems or is_chosen) and makes_breakable_graphs():
         yield (
-            f"{_PREFILL_GRAPHS[0]}=None with {SECTION}.release_cuda_graphs=True: SGLang "
-            f"{version('sglang')} would make breakable graphs of prefills, which cannot be "
-            "released, and not start. Allowed: 'disabled', or release_cuda_graphs=False"
+            f"{_PREFILL_GRAPHS[0]}=None with {SECTION}.release_cuda_graphs=True: by default this "
+            "SGLang makes breakable graphs of prefills for most models. They cannot be released, "
+            "and it would not start. Allowed: 'disabled', or release_cuda_graphs=False"
         )
 
 
-_BREAKABLE_BY_DEFAULT = Version("0.5.15")
+def makes_breakable_graphs() -> bool:
+    """Return True if SGLang makes breakable CUDA graphs of prefills by default, as from 0.5.15 on.
+
+    If no version is known, SGLang itself refuses at its start.
+    """
+    # Not by an import, which may fail in a driver without a GPU.
+    try:
+        return Version(version("sglang")).release >= (0, 5, 15)
+    except (PackageNotFoundError, InvalidVersion):
+        return False
+
+
 _PREFILL_GRAPHS = (
     f"{ENGINE}.cuda_graph_backend_prefill",
+    f"{ENGINE}.cuda_graph_config.prefill.backend",
     f"{ENGINE}.disable_prefill_cuda_graph",
-    f"{ENGINE}.cuda_graph_config",
 )
 """Keys by which a recipe chooses the graphs of prefills."""
 
@@ -251,9 +263,12 @@ _NO_GRAPHS_TO_RELEASE = (
     (f"{ENGINE}.disable_cuda_graph", True),
     (f"{ENGINE}.disable_decode_cuda_graph", True),
     (f"{ENGINE}.cuda_graph_backend_decode", "disabled"),
+    (f"{ENGINE}.cuda_graph_config.decode.backend", "disabled"),
     # SGLang refuses to start with these and the memory saver for graphs.
     (f"{ENGINE}.cuda_graph_backend_decode", "breakable"),
+    (f"{ENGINE}.cuda_graph_config.decode.backend", "breakable"),
     (f"{ENGINE}.cuda_graph_backend_prefill", "breakable"),
+    (f"{ENGINE}.cuda_graph_config.prefill.backend", "breakable"),
 )
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sglang.srt.model_executor import cuda_graph_config
 
 from support.http_requests import Reply, generate, release, resume
 from support.memory_loaders import (
@@ -23,6 +22,7 @@ from support.memory_loaders import (
 )
 from support.served import Served, served
 from support.served_models import checkpoint_weights, make_model
+from verl_sglang_sync.preflight import makes_breakable_graphs
 
 CYCLE_MODELS = {
     "qwen3": "dense",
@@ -104,8 +104,7 @@ def check_cycles(name: str, folder: Path, *, device: str, num_cycles: int) -> di
     extra, on_gpu = ["--log-level", "info", "--decode-log-interval", "1"], device != "cpu"
     if on_gpu:
         extra += ["--mm-attention-backend", "triton_attn"]
-        if hasattr(cuda_graph_config, "default_prefill_backend"):
-            # From 0.5.15 on the default graphs of prefills cannot be released.
+        if makes_breakable_graphs():  # of prefills, which cannot be released
             extra += ["--cuda-graph-backend-prefill", "disabled"]
         if name in MIXTURES_OF_EXPERTS:
             extra += ["--moe-runner-backend", "triton"]

@@ -7,10 +7,14 @@ import pytest
 from omegaconf import OmegaConf
 from sglang.srt.model_executor import cuda_graph_config
 
-from sglang_loader.upstream import sglang_version
 from unit.composed_recipe import ROLLOUT, SECTION, compose
 from verl_sglang_sync.config import COMPILED_KEYS, PRESET_KEYS
-from verl_sglang_sync.preflight import RecipeError, check_recipe, with_recipe_check
+from verl_sglang_sync.preflight import (
+    RecipeError,
+    check_recipe,
+    makes_breakable_graphs,
+    with_recipe_check,
+)
 
 MODEL = "actor_rollout_ref.model"
 BUCKET = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
@@ -53,6 +57,8 @@ DELTAS = {
 }
 GRAPHS = {f"{SECTION}.release_cuda_graphs": True}
 PREFILL = f"{ROLLOUT}.engine_kwargs.sglang.cuda_graph_backend_prefill"
+GRAPH_CONFIG = f"{ROLLOUT}.engine_kwargs.sglang.cuda_graph_config"
+PREFILL_BACKEND = f"{GRAPH_CONFIG}.prefill.backend"
 
 
 GOOD = {
@@ -62,6 +68,7 @@ GOOD = {
     "merged Megatron LoRA": {f"{MODEL}.lora.rank": 8, f"{MODEL}.lora.merge": True},
     "users' loaders": {LOADER: ["my.loader"]},
     "graphs asleep": {**GRAPHS, PREFILL: "disabled"},
+    "graphs asleep, by phase": {**GRAPHS, GRAPH_CONFIG: {"prefill": {"backend": "disabled"}}},
     "no graphs": {f"{ROLLOUT}.enforce_eager": True},
     "fp8": {f"{ROLLOUT}.quantization": "fp8"},
     "deltas for standalone replicas": DELTAS,
@@ -140,14 +147,19 @@ BAD = {
         {**GRAPHS, PREFILL: "breakable"},
         [f"{PREFILL}=breakable with {SECTION}.release_cuda_graphs=True: SGLang"],
     ),
+    "graphs that no phase releases": (
+        {**GRAPHS, PREFILL: "disabled", GRAPH_CONFIG: {"prefill": {"backend": "breakable"}}},
+        [f"{PREFILL_BACKEND}=breakable with {SECTION}.release_cuda_graphs=True: SGLang"],
+    ),
 }
 
 
 def test_graphs_by_default_are_refused_as_sglang_does(recipe):
     """From 0.5.15 on SGLang makes graphs of prefills by default that cannot be released."""
     config = recipe("flattened", GRAPHS)
-    if hasattr(cuda_graph_config, "default_prefill_backend"):
-        text = f"{PREFILL}=None with {SECTION}.release_cuda_graphs=True: SGLang {sglang_version()}"
+    assert makes_breakable_graphs() == hasattr(cuda_graph_config, "default_prefill_backend")
+    if makes_breakable_graphs():
+        text = f"{PREFILL}=None with {SECTION}.release_cuda_graphs=True: by default"
         with pytest.raises(RecipeError, match=re.escape(text)):
             check_recipe(config)
     else:
