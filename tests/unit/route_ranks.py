@@ -132,7 +132,8 @@ def export_of(model, method=None, *, is_offloaded=False):
 def full_tensors(export):
     """Return what an export gives, by name, with one collective for all of its tensors.
 
-    `DTensor.full_tensor` costs milliseconds of CPU time, and tests compare many whole models.
+    `DTensor.full_tensor` costs milliseconds of CPU time, and tests compare many whole models. The
+    export is iterated twice: to list what it gathers, and with that gathered, as it may copy it.
     """
     sharded = []
 
@@ -142,7 +143,8 @@ def full_tensors(export):
         return sharded[-1][1]
 
     with mock.patch.object(DTensor, "full_tensor", full_tensor):
-        tensors = dict(export)
+        for _ in export:
+            pass
     world, everyones_rows = dist.get_world_size(), []
     for rank in range(world):
         sizes = [-(-len(full) // world) for _, full in sharded]  # in rows, as `torch.chunk` cuts
@@ -160,7 +162,9 @@ def full_tensors(export):
             part = memory[offset : offset + rows.nbytes].clone()  # aligned as its type wants
             rows.copy_(part.view(rows.dtype).view(rows.shape))
             offset += rows.nbytes
-    return tensors
+    gathered = [full for _, full in sharded]
+    with mock.patch.object(DTensor, "full_tensor", side_effect=gathered):
+        return dict(export)
 
 
 def exported_tensors(export):
