@@ -335,7 +335,9 @@ class KeptPlan:
             self._store.save(plan, [self.uses[i] for i in range(len(plan.buckets))])
 
     def doubt(self, reason: str) -> None:
-        """Load later syncs by `load_weights`, until the proof of another route is good.
+        """Drop the load plan. Load by `load_weights` until the proof of a route is good.
+
+        The next export makes another plan, which loads the proof of a route alone.
 
         Call this after the proof of a route has failed. The route may be at fault, or the plan.
         """

@@ -6,7 +6,7 @@ rank does this:
 
 1. `HeldWeights.of(loaders)` takes a digest of every storage that the models reach.
 2. `poison` fills every byte that the load plans write with a pattern.
-3. The whole sync runs, over the same memory, sockets and process groups as later syncs.
+3. The whole sync runs, over the same memory and process groups as later syncs.
 4. `differing` takes the digests again, and names the tensors of storages that changed.
 
 If a byte comes from a wrong place, or does not come, the digests differ. One fault stays unseen: a

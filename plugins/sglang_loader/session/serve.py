@@ -152,7 +152,8 @@ class Session:
     def load(self) -> None:
         """Launch all loads of the session.
 
-        On return the device may still copy. What the TP ranks do next takes no time of a sync.
+        On return the device may still copy, but for a proof. What the TP ranks do next takes no
+        time of a sync.
 
         Raises:
             Differs: the session proves a route, and has left other bytes than the engine held.

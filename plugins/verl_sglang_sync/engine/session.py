@@ -319,7 +319,7 @@ class TrainerSession:
             self._announce(name, handle, keep=keep)
 
     def _announce(self, name: str, handle: BufferHandle | None, *, keep: bool) -> None:
-        """Assign the next slot to a buffer, and send the buffer with the next bucket."""
+        """Assign the next slot to a buffer, and send the buffer with the next load."""
         if handle is not None:
             self._sent.add(name, handle)
         if keep:
@@ -426,7 +426,7 @@ class TrainerSession:
         self._send(messages.Commit, is_last=is_last)
 
     def wait_until_published(self) -> None:
-        """Wait until all TP ranks of the engine have published. Raise as `poll` does."""
+        """Wait until the engine rank has published. Raise as `poll` does."""
         self._receive(messages.Published)
 
     def abort(self, reason: str, watch: Callable[[], None] | None) -> None:

@@ -8,7 +8,7 @@ Every trainer rank takes these steps in a sync. The last column names the source
 is collective:
 
     step                            when                                       collective
-    route.choose(export, ...)       after the request to the engines to join   all
+    route.choose(export, ...)       after the request to the engines to join   all, at times
     route.can_learn(export)         if the route has no source                 none
     source.start()                  while the engines join                     export
     source.send(sessions)           after all engines have joined              export, rounds
@@ -19,7 +19,8 @@ is collective:
                                     error, no engine serves the weights
     route.prepare_to_learn(export)  if exported, while the engines load        none
     route.learn(export)             if exported, after all engines have loaded     all
-    source.end()                    when the engines serve the new weights     none
+    source.confirm_unwritten()      when this rank's engines have loaded       none
+    source.end()                    when the engines have published            none
     source.close()                  last, after a failure, too                 none
     route.recover(cause, export)    after a failed sync by this route          all
 
@@ -284,7 +285,7 @@ class Route:
         self.state, self._num_syncs = RouteState.PROVEN, 0
 
     def note_used(self) -> None:
-        """Record that the engines serve new weights that this route has delivered."""
+        """Record that the engines have published new weights that this route has delivered."""
         self._num_syncs += 1
         self._num_short = self._distance = 0
 

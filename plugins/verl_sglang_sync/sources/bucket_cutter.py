@@ -172,7 +172,7 @@ class BucketCutter:
 
     Attributes:
         buckets: the buckets of the last sync. The next sync has the same ones if its export is the
-            same. Empty during a sync, and after a sync that did not come to its end.
+            same. Empty during an export, and after one that did not come to its end.
     """
 
     def __init__(self, bucket_bytes: int) -> None:

@@ -6,7 +6,7 @@ sessions.wait_joined(can_prove=True)         # all ranks: every engine rank has 
 sessions.check_plans(proves=False)           # with what the route was proven with
 sessions.send(source)                        # each rank at its own pace
 sessions.finish()                            # everything was announced to its engine ranks
-loaded = sessions.wait_until_loaded(confirm)  # all ranks: every engine reports that it has loaded
+loaded = sessions.wait_until_loaded(source.confirm_unwritten)   # all ranks: every engine has loaded
 sessions.commit(is_last=True)                # once all ranks have come so far
 sessions.wait_for_replies(defers_reply=False)   # all ranks leave together
 sessions.fail(error, can_repeat=True)        # instead of the steps that are left, after a failure
@@ -231,11 +231,11 @@ class Sessions:
             with engine_rank.naming_errors():
                 engine_rank.session.finish(num_tensors=self.sent.num_tensors)
 
-    def wait_until_loaded(self, confirm: Callable[[], None]) -> list[Loaded]:
+    def wait_until_loaded(self, confirm_unwritten: Callable[[], None]) -> list[Loaded]:
         """Wait until all ranks' engine ranks report how they have loaded.
 
         Args:
-            confirm: is called, at least once, when this rank's engine ranks have loaded.
+            confirm_unwritten: is called, at least once, when this rank's engine ranks have loaded.
 
         Returns:
             The reports of this rank's engine ranks.
@@ -251,7 +251,7 @@ class Sessions:
 
         def load() -> bool | None:
             if (loaded := have_loaded()) is not None:
-                confirm()  # here, so that all ranks agree to commit after it
+                confirm_unwritten()  # here, so that all ranks agree to commit after it
             return loaded
 
         # The stage ends when all agree to commit. Commit itself is sent in stage "publish".

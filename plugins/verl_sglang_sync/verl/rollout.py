@@ -79,7 +79,7 @@ class WeightSyncRollout(ServerAdapter):  # type: ignore[misc]
         await self._keep_metrics(manager)
 
     async def release(self) -> None:
-        """Release the engine's memory. verl calls this after the rollouts of a step."""
+        """Release the engine's memory. verl 0.9.1 has the server's actor sleep instead."""
         if self._settings is None:
             await super().release()
             return

@@ -11,10 +11,11 @@ messages go over a socket that the trainer binds, in a private folder of the hos
                                       ...
                                       <-     Finish(counts)
     LoadDone(what was in flight)      ->
-    Loaded(how)                       ->     all TP ranks have read every byte, and it fits
+    Loaded(how)                       ->     this TP rank has read every byte. All TP ranks have
+                                             got everything, and it fits
                                       <-     Commit, when every trainer rank has got Loaded
-    Published                         ->     all TP ranks have published the weights; the prefix
-                                             cache is dropped
+    Published                         ->     all TP ranks have got Commit, and this one has
+                                             published the weights; its prefix cache is dropped
                                       <-     Abort(reason), at any time
     Failed(traceback), at any time    ->
 
@@ -27,12 +28,14 @@ By the copy table there are no buckets. Instead of the LoadBuckets:
                                       <-     LoadRound(index), for each round
     LoadDone(index)                   ->
 
-Loaded is the engine's acknowledged prepare. All TP ranks of the engine have loaded the sync. If
-the session proves a route, the proof was good on all of them. By their common verdict the sync fits
+Loaded is an engine rank's acknowledged prepare. All TP ranks of the engine have launched the loads
+of the whole sync, and this one's device has made them. If the session proves a route, the proof was
+good on all of them. By their common verdict the sync fits
 the model. With `manifest_check` off there is a verdict only if a failed sync may have left a gap.
 From then on, one replica can publish what another does not publish only if a process dies or fails
-between the Commits. The engine publishes weights only after the Commit. With the Commit the trainer
-confirms that on every rank the parameters were where they had been located. An Abort, or the
+between the Commits. The engine publishes weights only after the Commit. With the Commit of a sync
+by the copy table the trainer confirms that on every rank the parameters were where they had been
+located. An Abort, or the
 trainer's death, overtakes all earlier messages: a slow engine must not act on a sync that its
 trainer has given up.
 
@@ -354,7 +357,9 @@ class Loaded(_Message, frozen=True, kw_only=True):
 
 
 class Published(_Message, frozen=True, kw_only=True):
-    """The engine's message that all TP ranks have published the weights, and no old prefix cache.
+    """The message that this engine rank has published the weights, and has no old prefix cache.
+
+    All TP ranks of its engine have got Commit, so each of them does so.
 
     Requests run as soon as the gate is open: after the sync's last session, with the KV cache
     resumed.

@@ -42,7 +42,7 @@ NO_MEMORY = MemoryTable({}, ())
 
 @dataclass(frozen=True)
 class TablePlan:
-    """The weight map of all buckets, valid until the trace changes."""
+    """The weight map of all buckets, valid until the trace or the buckets change."""
 
     traced: TracedExport
     buckets: list[Bucket]

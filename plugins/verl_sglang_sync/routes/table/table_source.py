@@ -31,7 +31,7 @@ class TableSource(SyncSource):
         positions: of this rank's engine ranks among all engine ranks.
         round_bytes: about the largest size of a round.
         keeps_mapped: the engines keep the blocks mapped that they read.
-        note_read: is called when the engines serve what they have read.
+        note_read: is called when the engines have published what they have read.
     """
 
     context: RouteContext
