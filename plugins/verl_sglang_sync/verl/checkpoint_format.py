@@ -16,12 +16,14 @@ check names tensors that do not fit.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -194,9 +196,25 @@ class _Inverted:
 
 def _known_conversions(model: Any) -> list[Any]:
     """Return the conversions that `save_pretrained` undoes for a model that was not loaded."""
-    known = get_model_conversion_mapping(model, add_legacy=False)
+    with _own_classes(model):
+        known = get_model_conversion_mapping(model, add_legacy=False)
     # Without a checkpoint no prefix was removed from its names.
     return [conversion for conversion in known if type(conversion).__name__ != "PrefixChange"]
+
+
+@contextmanager
+def _own_classes(model: torch.nn.Module) -> Iterator[None]:
+    """Replace the classes that FSDP2 has derived by those from which it has, for a while."""
+    # transformers knows models by their classes, and from 5.19 on gives others no conversion.
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    classes = [type(module) for module in sharded]
+    try:
+        for module, derived in zip(sharded, classes, strict=True):
+            module.__class__ = derived.__mro__[2]  # after the derived class and `FSDPModule`
+        yield
+    finally:
+        for module, derived in zip(sharded, classes, strict=True):
+            module.__class__ = derived
 
 
 def _names_of_tied(model: Any, conversions: Sequence[Any]) -> dict[str, str]:
