@@ -12,6 +12,7 @@ import torch
 
 from contract.tiny_architecture_cases import case_named
 from contract.tiny_architectures import (
+    CannotBuild,
     Ranks,
     build_model,
     prepare_process,
@@ -177,7 +178,10 @@ def test_without_checkpoint_names_without_layers_are_refused(name, rendezvous, t
     """The model drops them, and keeps what it was built with."""
     case = case_named(name)
     published = specs_of(save_checkpoint(case, tmp_path))
-    model = build_model(case, tmp_path, Ranks(rendezvous))
+    try:
+        model = build_model(case, tmp_path, Ranks(rendezvous))
+    except CannotBuild as reason:
+        pytest.skip(str(reason))
     specs = published
     for old, new in MISNAMED[name].items():
         specs = [(tensor.replace(old, new), *rest) for tensor, *rest in specs]

@@ -318,7 +318,7 @@ CASES = (
         {"model_type": "siglip2_vision_model", **_SIGLIP, "num_patches": 16},
         renamed=((r"\.vision_tower\.", ".vision_tower.vision_model."),),
     ),
-    _vision("paddleocr-vl", "PaddleOCRVL", {**_ROPE, **_HEAD}, _SIGLIP, **_UNTIED),
+    _vision("paddleocr-vl", "PaddleOCRVL", {**_ROPE, **_HEAD, **_UNTIED}, _SIGLIP, **_UNTIED),
 )
 
 

@@ -113,7 +113,10 @@ def test_what_is_served_computes_what_peft_computes(options):
     update = collected(weights, config)
     assert update.refusal is None
     served = update.load.payload["config_dict"]
-    tensors = pickle.loads(b64decode(update.load.payload["serialized_tensors"]))
+    payload = update.load.payload
+    # one copy for all TP ranks in SGLang 0.5.14, one for each in later releases
+    copies = payload.get("serialized_named_tensors") or [payload["serialized_tensors"]]
+    tensors = pickle.loads(b64decode(copies[0]))
     seen = set()
     for name, layer in model.named_modules():
         if not hasattr(layer, "get_delta_weight"):
