@@ -206,14 +206,13 @@ def _known_conversions(model: Any) -> list[Any]:
 def _own_classes(model: torch.nn.Module) -> Iterator[None]:
     """Replace the classes that FSDP2 has derived by those from which it has, for a while."""
     # transformers knows models by their classes, and from 5.19 on gives others no conversion.
-    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    classes = [type(module) for module in sharded]
+    sharded = [(each, type(each)) for each in model.modules() if isinstance(each, FSDPModule)]
     try:
-        for module, derived in zip(sharded, classes, strict=True):
+        for module, derived in sharded:
             module.__class__ = derived.__mro__[2]  # after the derived class and `FSDPModule`
         yield
     finally:
-        for module, derived in zip(sharded, classes, strict=True):
+        for module, derived in sharded:
             module.__class__ = derived
 
 
