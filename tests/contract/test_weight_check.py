@@ -181,7 +181,9 @@ def test_without_checkpoint_names_without_layers_are_refused(name, rendezvous, t
     try:
         model = build_model(case, tmp_path, Ranks(rendezvous))
     except CannotBuild as reason:
-        pytest.skip(str(reason))
+        if "layers_block_type contains invalid types" not in str(reason):
+            raise
+        pytest.skip(str(reason))  # SGLang 0.5.23 with the configuration of transformers 5.19
     specs = published
     for old, new in MISNAMED[name].items():
         specs = [(tensor.replace(old, new), *rest) for tensor, *rest in specs]
