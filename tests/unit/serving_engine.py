@@ -28,7 +28,7 @@ from verl_sglang_sync.sync.topologies import colocated_sync
 from verl_sglang_sync.trainer_ranks import TrainerRanks
 
 NO_STEPS = session.SessionSteps(
-    after_join=lambda: None, before_writing=lambda: None, before_loading=lambda layout: None
+    before_join=lambda: None, before_writing=lambda: None, before_loading=lambda layout: None
 )
 
 _thread = threading.local()

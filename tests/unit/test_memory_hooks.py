@@ -63,7 +63,7 @@ class Worker:
 
     def open_session(self, descriptor, models, steps, *, wants_proof):
         def load():
-            steps.after_join()
+            steps.before_join()
             steps.before_loading(LAYOUT)
             self.update()
 

@@ -120,8 +120,10 @@ def test_an_engine_does_not_wait_where_nobody_listens(new_endpoint):
     with socket.socket(socket.AF_UNIX) as deaf:
         deaf.bind(endpoint.removeprefix("ipc://"))
         started = time.monotonic()
-        with pytest.raises(SessionError, match="nobody listens"):
-            engine_end(endpoint)
+        with engine_end(endpoint) as engine:
+            engine.begin(TOKEN, timeout_s=20)
+            with pytest.raises(SessionError, match="nobody listens"):
+                engine.send(messages.LoadDone, index=0)
     assert time.monotonic() - started < 4
 
 

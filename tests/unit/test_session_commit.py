@@ -88,7 +88,7 @@ class Engine(threading.Thread):
     Args:
         encoded: the trainer's descriptor.
         model: to be loaded.
-        after_join: as in `SessionSteps`.
+        before_join: as in `SessionSteps`.
         after_load: judges what was loaded, before the trainer hears of it.
 
     Attributes:
@@ -97,11 +97,11 @@ class Engine(threading.Thread):
         has_served: the session ended well on this rank.
     """
 
-    def __init__(self, encoded, model, after_join=lambda: None, after_load=lambda: None):
+    def __init__(self, encoded, model, before_join=lambda: None, after_load=lambda: None):
         super().__init__()
         self._descriptor, self.model = decode_descriptor(encoded), model
         self._steps = session.SessionSteps(
-            after_join=after_join, before_writing=lambda: None, before_loading=self.begin
+            before_join=before_join, before_writing=lambda: None, before_loading=self.begin
         )
         self._after_load = after_load
         self.error = None
@@ -303,7 +303,7 @@ def test_a_late_refusal_of_an_engine_counts(event, trainer, ring, known, after_l
 
 def test_a_failed_preparation_ends_the_session_first(event, trainer, ring):
     refuse = refusing("requests are running")
-    engine = Engine(trainer.descriptor, model_of(WEIGHTS), after_join=refuse)
+    engine = Engine(trainer.descriptor, model_of(WEIGHTS), before_join=refuse)
     engine.start()
     engine.join()  # the trainer greets too late: what was said is heard all the same
     with pytest.raises(EngineFailed, match="requests are running"):

@@ -161,7 +161,7 @@ def _serve_session(update: WeightUpdate, updater: Any, request: Any) -> list[str
             raise SessionError(f"the request has no session descriptor for this rank\n{reason}")
         groups = groups_of(updater.tp_worker.model_runner, descriptor)
         steps = SessionSteps(
-            after_join=update.flush,
+            before_join=update.flush,
             before_writing=update.begin_writing,
             before_loading=update.begin_bucket,
         )

@@ -58,13 +58,12 @@ class SessionSteps:
     """Callbacks of a session. A callback that raises ends the session.
 
     Attributes:
-        after_join: called once before any byte is overwritten, while the engine waits for the
-            trainer.
+        before_join: called once before any byte is overwritten, while the engine's end connects.
         before_writing: called before a proof overwrites weights.
         before_loading: called with the layout of each bucket before the bucket is loaded.
     """
 
-    after_join: Callable[[], None]
+    before_join: Callable[[], None]
     before_writing: Callable[[], None]
     before_loading: Callable[[BucketLayout], None]
 
@@ -255,6 +254,9 @@ class Session:
                 proves_route=self._descriptor.proof == "route",
                 keeps_plans=True,
             )
+        # Work that needs no bytes of the trainer: before Hello, while zmq connects, and after it,
+        # while the trainer waits for all engines.
+        self._steps.before_join()
         self._channel.send(
             messages.Hello,
             buffers=mapped.names,
@@ -263,8 +265,6 @@ class Session:
             wants_proof=self._wants_proof
             or any(loader.kept.proven_with is not None for loader in self._loaders),
         )
-        # Work that needs no bytes of the trainer, while the trainer waits for all engines.
-        self._steps.after_join()
         for loader in self._loaders:
             loader.check_addresses()
             loader.prepare()
