@@ -30,6 +30,7 @@ from verl_sglang_sync.engine.session import EngineCannotMap, EngineFailed, Train
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.mapped_delivery import MappedDelivery
 from verl_sglang_sync.routes.route import Route, RouteContext, RouteState
+from verl_sglang_sync.routes.table import table_source
 from verl_sglang_sync.routes.table.table_source import TableSource
 from verl_sglang_sync.routes.table.weight_map_builder import (
     NO_BYTES,
@@ -54,10 +55,15 @@ CPU = torch.device("cpu")
 
 
 class PullRank(Rank):
-    """A rank whose parameters are pulled; `spoils`: the engines' loaders change what they load."""
+    """A rank whose parameters are pulled.
 
-    def __init__(self, *, spoils=False, **options):
+    `spoils`: the engines' loaders change what they load. `lists_late`: as for a large model, the
+    parameters are listed while the engines copy.
+    """
+
+    def __init__(self, *, spoils=False, lists_late=False, **options):
         super().__init__("pull", **options)
+        table_source.LONG_COPY_BYTES = 0 if lists_late else 4 << 30
         for model in self.engine.models if spoils and self.engine is not None else ():
             model.adds = 0
 
@@ -257,8 +263,9 @@ CHANGES = {
 @pytest.mark.parametrize(
     ("options", "steps", "routes", "recoveries"), CHANGES.values(), ids=CHANGES
 )
-def test_what_changes_is_noticed(pool, options, steps, routes, recoveries):
-    for seen in play(pool, *steps, **options):
+@pytest.mark.parametrize("lists_late", [False, True])
+def test_what_changes_is_noticed(pool, options, steps, routes, recoveries, lists_late):
+    for seen in play(pool, *steps, lists_late=lists_late, **options):
         assert seen["routes"] == routes
         assert seen["recoveries"] == recoveries
         assert seen["off"] is None

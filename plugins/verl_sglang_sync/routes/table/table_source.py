@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from sglang_loader.common.copies.strided import synchronize_device
 from sglang_loader.common.shared_memory import drop_references
@@ -17,6 +19,9 @@ from verl_sglang_sync.sources.host_memory import HOST_MEMORY
 from verl_sglang_sync.sources.optimizer_steps import OPTIMIZER_STEPS
 from verl_sglang_sync.sources.snapshot import SourcesChanged, require_sources
 from verl_sglang_sync.trainer_ranks import world_size
+
+LONG_COPY_BYTES = 4 << 30
+"""A GPU takes longer to copy a model of as many bytes than the trainer to list its parameters."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -44,6 +49,7 @@ class TableSource(SyncSource):
     report: SyncReport
     keeps_mapped: bool
     note_read: Callable[[], None]
+    _parameters: Mapping[str, torch.Tensor] | None = None
     _has_announced: bool = False
     _rounds: RoundsInSync | None = None
 
@@ -64,9 +70,12 @@ class TableSource(SyncSource):
         synchronize_device(self.context.device)  # an optimizer may work on a stream of its own
         # Held until this object goes, at the end of the session.
         self._held = self.locations.snapshot.hold()
-        # The trainer lists its parameters in milliseconds, which are free while the engines join.
-        with self.report.stage("confirm"):
-            self._parameters = require_sources(self.weights)()
+        # The trainer lists its parameters in milliseconds. These are free while the engines copy.
+        # If the engines copy for a shorter time, they are free while the engines join.
+        nbytes = sum(bucket.payload_bytes for bucket in self.context.cutter.buckets)
+        if nbytes < LONG_COPY_BYTES:
+            with self.report.stage("confirm"):
+                self._parameters = require_sources(self.weights)()
 
     def send(self, sessions: Sending) -> None:
         """Request the engines to load all shards, and send those that an engine cannot map.
@@ -106,7 +115,10 @@ class TableSource(SyncSource):
             # A proof by export between two syncs by this route may have cut other buckets.
             if self.context.cutter.buckets != self.plan.buckets:
                 raise SourcesChanged("the export is cut into other buckets")
-            self.locations.snapshot.require_unchanged(self._parameters)
+            parameters = self._parameters
+            if parameters is None:
+                parameters = require_sources(self.weights)()
+            self.locations.snapshot.require_unchanged(parameters)
 
     def confirm_unwritten(self) -> None:
         """Raise `SourcesChanged` if an optimizer has made a step since `start`."""
