@@ -64,6 +64,11 @@ CHUNK = 1 << 24
 LARGE_BYTES = 64 << 20
 """Codes of more bytes are given back to the device, though that takes the device's time."""
 
+SMALL = 1 << 16
+"""Largest number of codes that are decoded on the host. To decode asks about ten questions of them,
+and the answer to each waits for a device that works for the engine, too.
+"""
+
 NUM_SAMPLES = 64
 """Number of a parameter's elements that are looked at to find out if all are equal."""
 
@@ -511,6 +516,8 @@ class _Codes:
         if tensor.shape != scrambled.shape:
             raise NotTraceable("has a shape that depends on values")
         flat, scrambled = tensor.reshape(-1), scrambled.reshape(-1)
+        if flat.numel() <= SMALL:
+            flat, scrambled = flat.cpu(), scrambled.cpu()
         for chunk in _chunks(flat.numel()):
             codes = flat[chunk]
             if not torch.equal(self.unscramble(scrambled[chunk]), codes):
