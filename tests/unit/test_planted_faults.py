@@ -15,7 +15,7 @@ def play(pool, route, *steps, **options):
     return route_ranks.play(pool, FaultyRank, {"route": route, "kind": "moe", **options}, *steps)
 
 
-@pytest.mark.parametrize("on", [None, 0])
+@pytest.mark.parametrize("on", [None, pytest.param(0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("route", "fault"), CASES)
 def test_a_planted_fault_is_refused_by_name(pool, route, fault, on):
     steps = [("plant", fault, on), *["step", "sync"] * 3, "mend"]

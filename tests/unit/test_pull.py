@@ -263,7 +263,7 @@ CHANGES = {
 @pytest.mark.parametrize(
     ("options", "steps", "routes", "recoveries"), CHANGES.values(), ids=CHANGES
 )
-@pytest.mark.parametrize("lists_late", [False, True])
+@pytest.mark.parametrize("lists_late", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_what_changes_is_noticed(pool, options, steps, routes, recoveries, lists_late):
     for seen in play(pool, *steps, lists_late=lists_late, **options):
         assert seen["routes"] == routes
