@@ -110,8 +110,8 @@ class Trainer:
 
 
 def leave(spare):
-    with engine_end(spare.endpoint) as engine:
-        engine.wait_connected()
+    with engine_end(spare.endpoint):
+        pass
     while not spare.is_peer_gone:
         pass
 

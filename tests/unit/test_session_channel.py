@@ -120,11 +120,26 @@ def test_an_engine_does_not_wait_where_nobody_listens(new_endpoint):
     with socket.socket(socket.AF_UNIX) as deaf:
         deaf.bind(endpoint.removeprefix("ipc://"))
         started = time.monotonic()
-        with engine_end(endpoint) as engine:
-            engine.begin(TOKEN, timeout_s=20)
-            with pytest.raises(SessionError, match="nobody listens"):
-                engine.send(messages.LoadDone, index=0)
+        with pytest.raises(SessionError, match="nobody listens"):
+            engine_end(endpoint)
     assert time.monotonic() - started < 4
+
+
+def test_an_engine_works_while_it_connects(new_endpoint):
+    def fail():
+        raise ValueError("it failed")
+
+    calls, endpoint = [], new_endpoint()
+    with trainer_end(endpoint) as trainer:
+        with pytest.raises(ValueError, match="it failed"):
+            engine_end(endpoint, meanwhile=fail)
+        while not trainer.is_peer_gone:
+            pass
+    with trainer_end(endpoint), engine_end(endpoint, meanwhile=lambda: calls.append(1)):
+        assert calls == [1]
+    endpoint = new_endpoint()
+    with pytest.raises(SessionError, match="expected ipc://"):
+        engine_end(endpoint, meanwhile=fail)
 
 
 def test_an_engine_waits_for_no_absent_listener():

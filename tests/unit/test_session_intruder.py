@@ -125,12 +125,6 @@ def checked_then_connected(endpoint):
     return channel
 
 
-def connected(endpoint):
-    channel = engine_end(endpoint)
-    channel.wait_connected()
-    return channel
-
-
 def outcome(connect, endpoint):
     """`connect`, and close; False if it was refused."""
     try:
@@ -156,7 +150,7 @@ def test_no_connection_reaches_another_user_who_swaps_links(trainer):
         came.clear()
         outcomes, num_wanted = [], max(NUM_CONNECTIONS, 5 * num_tried)
         while len(outcomes) < num_wanted or len(set(outcomes)) == 1:
-            outcomes.append(outcome(connected, endpoint))
+            outcomes.append(outcome(engine_end, endpoint))
         time.sleep(0.2)
         assert num_reached() == 0
     assert set(outcomes) == {True, False}, "the link was swapped meanwhile"

@@ -58,7 +58,7 @@ class SessionSteps:
     """Callbacks of a session. A callback that raises ends the session.
 
     Attributes:
-        before_join: called once before any byte is overwritten, while the engine's end connects.
+        before_join: called once before any byte is overwritten, while this end connects.
         before_writing: called before a proof overwrites weights.
         before_loading: called with the layout of each bucket before the bucket is loaded.
     """
@@ -100,7 +100,8 @@ class Session:
         wants_proof: a user has requested a proof of this sync.
 
     Raises:
-        SessionError: a proxy has repeated the request, which is not executed again.
+        SessionError: a proxy has repeated the request, which is not executed again, or as
+            `engine_end`.
     """
 
     def __init__(
@@ -140,7 +141,10 @@ class Session:
             self._proof = SessionProof(descriptor.proof, self._loaders, descriptor.sync)
         self._seconds = dict.fromkeys(("waiting", "launching", "copying"), 0.0)
         self._has_released = self._has_failed = False
-        self._channel = engine_end(descriptor.endpoint, is_signed=bool(descriptor.group))
+        self._unprepared: Exception | None = None
+        self._channel = engine_end(
+            descriptor.endpoint, is_signed=bool(descriptor.group), meanwhile=self._prepare_to_join
+        )
         _served_descriptors.append(descriptor)
 
     @property
@@ -245,7 +249,15 @@ class Session:
             else:
                 self._channel.send(messages.Published)
 
+    def _prepare_to_join(self) -> None:
+        try:
+            self._steps.before_join()
+        except Exception as error:  # raised by `load`, which reports it by the channel
+            self._unprepared = error
+
     def _load_all(self) -> None:
+        if self._unprepared is not None:
+            raise self._unprepared
         for model, loader in zip(self._models, self._loaders, strict=True):
             loader.start(
                 engine_context(model),
@@ -254,9 +266,6 @@ class Session:
                 proves_route=self._descriptor.proof == "route",
                 keeps_plans=True,
             )
-        # Work that needs no bytes of the trainer: before Hello, while zmq connects, and after it,
-        # while the trainer waits for all engines.
-        self._steps.before_join()
         self._channel.send(
             messages.Hello,
             buffers=mapped.names,
@@ -265,6 +274,7 @@ class Session:
             wants_proof=self._wants_proof
             or any(loader.kept.proven_with is not None for loader in self._loaders),
         )
+        # Work that needs no bytes of the trainer, while the trainer waits for all engines.
         for loader in self._loaders:
             loader.check_addresses()
             loader.prepare()

@@ -18,7 +18,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -47,22 +47,13 @@ class Channel(Generic[Received]):
     Args:
         endpoint: zmq address of the session.
         bind: True for the trainer's end.
-        address: yields another address of the same endpoint, which holds in its body. For the
-            engine's end.
+        address: another address of the same endpoint, for the engine's end.
 
     Attributes:
         has_heard: the peer has sent something, even if it was refused.
     """
 
-    def __init__(
-        self,
-        endpoint: str,
-        *,
-        bind: bool,
-        address: AbstractContextManager[str] | None = None,
-    ) -> None:
-        self._connecting = ExitStack()  # is open until the address is connected
-        connect_to = endpoint if address is None else self._connecting.enter_context(address)
+    def __init__(self, endpoint: str, *, bind: bool, address: str | None = None) -> None:
         self.endpoint = endpoint
         self._bind = bind
         self._token = ""
@@ -92,7 +83,7 @@ class Channel(Generic[Received]):
                 # zmq connects in the background and reports the result to the monitor.
                 self._connect_deadline = time.monotonic() + CONNECT_TIMEOUT_S
                 self._socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
-                self._socket.connect(connect_to)
+                self._socket.connect(address or endpoint)
         except zmq.ZMQError as error:
             self.close()
             raise SessionError(f"{endpoint}: {error}") from None
@@ -130,14 +121,11 @@ class Channel(Generic[Received]):
         return self._socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()  # type: ignore[union-attr]
 
     def send(self, kind: type[Any], **fields: Any) -> None:
-        """Send `kind(**fields)` with the session's token.
-
-        The engine's first message waits until this end is connected, and others do not wait.
+        """Send `kind(**fields)` with the session's token, without waiting.
 
         Raises:
             SessionError: there is no peer.
         """
-        self.wait_connected()
         self._look_at_peer()  # the monitor may be a millisecond faster than the socket
         try:
             if self._is_peer_gone:
@@ -219,12 +207,11 @@ class Channel(Generic[Received]):
         Raises:
             SessionError: no process listens at the endpoint.
         """
+        self._look_at_peer()
         while self._connect_deadline is not None:
+            self._check_listener()
+            self._monitor.poll(POLL_MS)
             self._look_at_peer()
-            if self._connect_deadline is not None:
-                self._check_listener()
-                self._monitor.poll(POLL_MS)
-        self._connecting.close()
 
     def _check_listener(self) -> None:
         if self._connect_deadline is not None and time.monotonic() > self._connect_deadline:
@@ -252,7 +239,6 @@ class Channel(Generic[Received]):
 
     def close(self) -> None:
         """Close the socket. zmq goes on sending for up to `LINGER_MS`."""
-        self._connecting.close()
         self._close()
 
     def __enter__(self) -> Channel[Received]:
@@ -291,14 +277,30 @@ def trainer_end_on_network(host: str) -> Channel[FromEngine]:
     return channel
 
 
-def engine_end(endpoint: str, *, is_signed: bool = False) -> Channel[FromTrainer]:
-    """Begin to connect to a trainer's socket, on another host only if the descriptor `is_signed`.
+def engine_end(
+    endpoint: str, *, is_signed: bool = False, meanwhile: Callable[[], None] | None = None
+) -> Channel[FromTrainer]:
+    """Connect to a trainer's socket, on another host only if the descriptor `is_signed`.
 
-    zmq connects in a thread, and the first `send` waits for it.
+    Args:
+        meanwhile: called while zmq connects.
 
     Raises:
-        SessionError: the address is not allowed.
+        SessionError: the address is not allowed, or no process listens there.
+        Exception: what `meanwhile` raises.
     """
-    if is_signed and endpoint.startswith("tcp://"):
-        return Channel(endpoint, bind=False)
-    return Channel(endpoint, bind=False, address=checked_address(endpoint))
+    is_checked = not (is_signed and endpoint.startswith("tcp://"))
+    with checked_address(endpoint) if is_checked else nullcontext(endpoint) as address:
+        channel: Channel[FromTrainer] = Channel(endpoint, bind=False, address=address)
+        try:
+            try:
+                if meanwhile is not None:
+                    meanwhile()
+            finally:
+                # zmq connects in a thread. A checked address is the trainer's only in this body.
+                if is_checked:
+                    channel.wait_connected()
+        except BaseException:
+            channel.close()
+            raise
+    return channel
