@@ -18,12 +18,14 @@ from unit.serving_engine import ServingEngine, colocated, synced
 from unit.trainer_ranks import trainer_ranks
 from verl_sglang_sync import WeightSyncError
 from verl_sglang_sync.routes.route import Recovery
+from verl_sglang_sync.routes.table import table_source
 from verl_sglang_sync.sources.export import unquantized
 
 CPU = torch.device("cpu")
 TP = 2
 BUCKET_BYTES = 20 << 10
 ROUND_BYTES = 4 << 10
+LONG_COPY_BYTES = table_source.LONG_COPY_BYTES
 _SIZES = {
     "vocab_size": 83,  # 4 ranks have 21, 21, 21, 20 rows
     "hidden_size": 24,
@@ -292,8 +294,11 @@ class Rank:
         is_shared=True,
         is_offloaded=False,
         strategy="fsdp2",
+        lists_late=False,
         **keys,
     ):
+        # 0: as for a large model. Set for each rank, as its process is used for other tests.
+        table_source.LONG_COPY_BYTES = 0 if lists_late else LONG_COPY_BYTES
         self.name, self.model = route, sharded(kind, getattr(torch, dtype), strategy)
         if is_shared:
             for tensor in [*self.model.parameters(), *self.model.buffers()]:

@@ -30,7 +30,6 @@ from verl_sglang_sync.engine.session import EngineCannotMap, EngineFailed, Train
 from verl_sglang_sync.report import SyncReport
 from verl_sglang_sync.routes.mapped_delivery import MappedDelivery
 from verl_sglang_sync.routes.route import Route, RouteContext, RouteState
-from verl_sglang_sync.routes.table import table_source
 from verl_sglang_sync.routes.table.table_source import TableSource
 from verl_sglang_sync.routes.table.weight_map_builder import (
     NO_BYTES,
@@ -55,15 +54,10 @@ CPU = torch.device("cpu")
 
 
 class PullRank(Rank):
-    """A rank whose parameters are pulled.
+    """A rank whose parameters are pulled; `spoils`: the engines' loaders change what they load."""
 
-    `spoils`: the engines' loaders change what they load. `lists_late`: as for a large model, the
-    parameters are listed while the engines copy.
-    """
-
-    def __init__(self, *, spoils=False, lists_late=False, **options):
+    def __init__(self, *, spoils=False, **options):
         super().__init__("pull", **options)
-        table_source.LONG_COPY_BYTES = 0 if lists_late else 4 << 30
         for model in self.engine.models if spoils and self.engine is not None else ():
             model.adds = 0
 

@@ -64,7 +64,8 @@ class TableSource(SyncSource):
         by `confirm`, as engines read.
 
         Raises:
-            SourcesChanged: the memory of a parameter was freed, or the export does not name them.
+            SourcesChanged: the memory of a parameter was freed, or the parameters cannot be listed,
+                which `confirm` finds for a large model.
         """
         self._steps = OPTIMIZER_STEPS.count()
         synchronize_device(self.context.device)  # an optimizer may work on a stream of its own
@@ -110,7 +111,7 @@ class TableSource(SyncSource):
             sessions.count(bucket)
 
     def confirm(self) -> None:
-        """Raise `SourcesChanged` if the parameters were replaced or have moved."""
+        """Raise `SourcesChanged` if parameters were replaced, have moved, or cannot be listed."""
         with self.report.stage("confirm"):
             # A proof by export between two syncs by this route may have cut other buckets.
             if self.context.cutter.buckets != self.plan.buckets:
